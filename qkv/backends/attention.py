@@ -1,0 +1,120 @@
+"""The attention function and the mask function that transformers calls under the name "qkv".
+
+Handles go to the manager, row by row, without padding. Plain tensors (sliding layers, other caches, encoders) go the
+same way with nothing stored. A 4-D mask (images, packed sequences, a user's own) is applied to dense tensors.
+"""
+
+from typing import Any
+
+import torch
+from transformers.masking_utils import sdpa_mask
+
+from qkv import ops
+from qkv.backends.handle import KVHandle
+from qkv.backends.layer import QKVLayer
+from qkv.errors import ShapeError, UnsupportedModel
+from qkv.formats import get_format
+from qkv.spec import AttendOptions, KVView, LayerSpec, RecordLayout
+
+
+def padding_mask(*args: Any, attention_mask: torch.Tensor | None = None, **kwargs: Any) -> torch.Tensor | None:
+    """The 2-D padding mask as the user gave it, or None where nothing is padded; a 4-D one where it is not plain causal."""
+    if kwargs.get("use_vmap") or not kwargs.get("allow_is_causal_skip", True):
+        kwargs["allow_is_causal_skip"] = False
+        mask: torch.Tensor = sdpa_mask(*args, attention_mask=attention_mask, **kwargs)
+        return mask
+    return None if attention_mask is None or bool(attention_mask.all()) else attention_mask
+
+
+def qkv_attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """query [B, H*G, Q, D]; key, value [B, H, T, D] or handles -> ([B, Q, H*G, D], None).
+
+    Obeys `sliding_window`, `softcap`, `s_aux` and `is_causal`. Commits a handle's step to its cache.
+    Raises UnsupportedModel for dropout and output_attentions, which the records cannot give.
+    """
+    if kwargs.get("output_attentions"):
+        raise UnsupportedModel("output_attentions=True: attention over records never has the weights; use attn_implementation='eager'")
+    if dropout and module.training:
+        raise UnsupportedModel("attention dropout while training: qkv is for inference; call model.eval()")
+    causal = kwargs.get("is_causal")
+    options = AttendOptions(
+        scale=query.shape[-1] ** -0.5 if scaling is None else scaling,
+        causal=bool(getattr(module, "is_causal", True) if causal is None else causal),
+        window=kwargs.get("sliding_window"),
+        softcap=kwargs.get("softcap"),
+        sinks=kwargs.get("s_aux"),
+    )
+    layer = key.owner if isinstance(key, KVHandle) and isinstance(value, KVHandle) else None
+    if attention_mask is not None and attention_mask.dim() == 4:
+        out = _masked(query, key, value, attention_mask, options)
+        if layer is not None:
+            layer.commit(None)
+    elif layer is not None:
+        out = _over_records(layer, query, attention_mask, options)
+    else:
+        out = _over_plain(query, key, value, attention_mask, options)
+    return out.transpose(1, 2).contiguous(), None
+
+
+def _over_records(
+    layer: QKVLayer, query: torch.Tensor, mask: torch.Tensor | None, options: AttendOptions
+) -> torch.Tensor:
+    assert layer.pending is not None
+    k, v = layer.pending
+    if k.shape[2] != query.shape[2]:
+        raise ShapeError(f"attention: got {query.shape[2]} queries for {k.shape[2]} new keys; wanted the same count")
+    new = layer.rows.step_mask(layer.index, mask, k.shape[2])
+    out = torch.zeros_like(query)
+    for row, sequence in enumerate(layer.rows.sequences):
+        keep = slice(None) if new is None else new[row].to(k.device)
+        step = (k[row][:, keep], v[row][:, keep])
+        out[row][:, keep] = layer.rows.manager.attend(
+            sequence, layer.index, query[row][:, keep], options, new=step, need_lse=False
+        )[0]
+    layer.commit(new)
+    return out
+
+
+def _over_plain(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, options: AttendOptions
+) -> torch.Tensor:
+    """K and V at hand, nothing stored. A mask covers the newest keys: sliding layers have dropped older ones."""
+    queries, tokens = query.shape[2], key.shape[2]
+    if key.shape[-1] != value.shape[-1]:  # latent attention has wider keys; pad as transformers' flash path does
+        wide = torch.nn.functional.pad(value, (0, key.shape[-1] - value.shape[-1]))
+        return _over_plain(query, key, wide, mask, options)[..., : value.shape[-1]]
+    out = torch.zeros_like(query)
+    layout = RecordLayout(get_format("exact"), LayerSpec(key.shape[1], key.shape[3], key.dtype, key.device))
+    for row in range(query.shape[0]):
+        seen = slice(None) if mask is None else mask[row, -tokens:].bool()
+        asked = slice(None) if mask is None or not options.causal else mask[row, -queries:].bool()
+        view = KVView.exact(layout, torch.stack([key[row][:, seen], value[row][:, seen]]))
+        out[row][:, asked] = ops.attend(query[row][:, asked], view, options, need_lse=False)[0]
+    return out
+
+
+def _masked(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor, options: AttendOptions
+) -> torch.Tensor:
+    """Dense float32 attention under a 4-D mask, bool or additive, which has causality and windows in it."""
+    k, v = (side.owner.dense(i) if isinstance(side, KVHandle) else side for i, side in enumerate((key, value)))
+    group = query.shape[1] // k.shape[1]
+    scores = query.float() @ k.repeat_interleave(group, 1).float().mT * options.scale
+    if options.softcap is not None:
+        scores = torch.tanh(scores / options.softcap) * options.softcap
+    mask = mask[..., : k.shape[2]]
+    scores = scores.masked_fill(~mask, torch.finfo(torch.float32).min) if mask.dtype == torch.bool else scores + mask.float()
+    if options.sinks is not None:
+        column = options.sinks.float().view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
+        scores = torch.cat([scores, column], dim=-1)
+    weights = scores.softmax(-1)[..., : k.shape[2]]
+    return (weights @ v.repeat_interleave(group, 1).float()).to(query.dtype)

@@ -1,0 +1,109 @@
+"""Batch rows over the manager: what transformers pads, qkv stores without padding.
+
+A row is one sequence of the manager. `valid` remembers which padded positions hold tokens, so padding never enters a
+group, a record or a softmax, and dense tensors can be laid out as transformers expects them.
+"""
+
+import torch
+
+from qkv.errors import ShapeError
+from qkv.manager import KVManager
+from qkv.sequence import Sequence
+
+
+class Rows:
+    """The rows of one cache. `widths[layer]` is the padded length that a layer has stored; they differ only mid-step."""
+
+    def __init__(self, manager: KVManager) -> None:
+        self.manager = manager
+        self.sequences: list[Sequence] = []
+        self.widths = [0] * manager.num_layers
+        self.valid: torch.Tensor | None = None  # bool [B, max(widths)] on the CPU; None: no padding anywhere
+
+    def open(self, count: int) -> None:
+        """Open `count` empty rows, or hold the open ones to that count. Raises ShapeError."""
+        if not self.sequences:
+            self.sequences = [self.manager.open() for _ in range(count)]
+        if len(self.sequences) != count:
+            raise ShapeError(f"batch: got {count} rows, wanted {len(self.sequences)}, the rows this cache holds; use one cache a batch")
+
+    def step_mask(self, layer: int, mask: torch.Tensor | None, tokens: int) -> torch.Tensor | None:
+        """The new part, bool [B, tokens], of a 2-D padding mask over stored and new tokens; None: all are tokens.
+
+        Raises ShapeError if the mask takes back, or adds, a token that is stored.
+        """
+        if mask is None:
+            return None
+        width = self.widths[layer]
+        mask = mask.to("cpu", torch.bool)[:, -(width + tokens) :]
+        if mask.shape != (len(self.sequences), width + tokens):
+            raise ShapeError(
+                f"attention_mask: got shape {list(mask.shape)}, wanted {[len(self.sequences), width + tokens]}, "
+                "stored and new tokens of every row"
+            )
+        history = mask[:, :width]
+        stored = torch.ones_like(history) if self.valid is None else self.valid[:, :width]
+        if not torch.equal(history, stored):
+            row, column = (history != stored).nonzero()[0].tolist()
+            raise ShapeError(
+                f"attention_mask: row {row} changes position {column}, which is stored already; "
+                "pass the mask that earlier calls passed, with the new tokens behind it"
+            )
+        new = mask[:, width:]
+        return None if bool(new.all()) else new
+
+    def advance(self, layer: int, new: torch.Tensor | None, tokens: int) -> None:
+        """Record that a layer has stored `tokens` more padded positions, valid where `new` bool [B, tokens] says."""
+        width, count = self.widths[layer], len(self.sequences)
+        if self.valid is None and new is not None:
+            self.valid = torch.ones(count, width, dtype=torch.bool)
+        if self.valid is not None and self.valid.shape[1] < width + tokens:  # the first layer of a step says it
+            added = torch.ones(count, tokens, dtype=torch.bool) if new is None else new
+            self.valid = torch.cat([self.valid, added], dim=1)
+        self.widths[layer] = width + tokens
+
+    def crop(self, width: int) -> None:
+        """Keep the first `width` padded positions of every row. Raises ShapeError beyond them."""
+        have = min(self.widths)
+        if not 0 <= width <= have:
+            raise ShapeError(f"crop: got length {width}, wanted 0 to {have}, the tokens stored")
+        for row, sequence in enumerate(self.sequences):
+            self.manager.crop(sequence, width if self.valid is None else int(self.valid[row, :width].sum()))
+        self.widths = [width] * len(self.widths)
+        if self.valid is not None:
+            self.valid = self.valid[:, :width]
+
+    def select(self, indices: list[int]) -> None:
+        """Row i becomes what row indices[i] was; records are shared, never copied."""
+        taken: set[int] = set()
+        chosen = []
+        for index in indices:
+            source = self.sequences[index]
+            chosen.append(self.manager.fork(source) if index in taken else source)
+            taken.add(index)
+        for index, sequence in enumerate(self.sequences):
+            if index not in taken:
+                self.manager.close(sequence)
+        self.sequences = chosen
+        if self.valid is not None:
+            self.valid = self.valid[indices]
+
+    def reset(self) -> None:
+        """Close every row."""
+        for sequence in self.sequences:
+            self.manager.close(sequence)
+        self.sequences, self.widths, self.valid = [], [0] * len(self.widths), None
+
+    def dense(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Dequantised k, v [B, H, width, D] as transformers pads them, zeros where padding was. Allocates it all."""
+        rows = []
+        for row, sequence in enumerate(self.sequences):
+            pair = torch.stack(self.manager.gather(sequence, layer))
+            if self.valid is not None:
+                width = self.widths[layer]
+                padded = pair.new_zeros(*pair.shape[:2], width, pair.shape[3])
+                padded[:, :, self.valid[row, :width].to(pair.device)] = pair
+                pair = padded
+            rows.append(pair)
+        both = torch.stack(rows, dim=1)
+        return both[0], both[1]

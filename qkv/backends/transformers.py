@@ -1,0 +1,171 @@
+"""Hugging Face transformers: `QKVCache` holds the K and V, `qkv_attention` reads them. transformers 4.57.6 and 5.4 ... 5.24.
+
+    from qkv.backends.transformers import QKVCache, enable
+    enable(model)                                            # attention that reads records
+    model.generate(..., past_key_values=QKVCache(model.config, format="kivi4"))
+
+A step of one layer: `update` takes the new K and V and returns handles; attention sees stored records and the exact new
+tokens, then commits them. Without `enable`, any attention gets dequantised tensors: right, slow, and said once.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import transformers
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
+
+from qkv.backends import attention
+from qkv.backends.layer import QKVLayer
+from qkv.backends.rows import Rows
+from qkv.errors import ShapeError, UnsupportedModel
+from qkv.formats import get_format
+from qkv.manager import KVManager, Memory
+from qkv.spec import Format
+
+NAME = "qkv"
+_V4 = transformers.__version__.startswith("4.")
+
+
+@dataclass(frozen=True)
+class LayerReport:
+    """What holds one layer's K and V: a qkv format, or transformers' own class, and why."""
+
+    layer: int
+    format: str
+    held_by: str
+    reason: str
+
+
+class QKVCache(Cache):  # type: ignore[misc]  # transformers is untyped here
+    """A cache for `generate()` or `forward()` that keeps full-attention layers in qkv blocks.
+
+    config       the model's config
+    format       as for KVManager; `k_format` and `v_format` override one side
+    sliding      "exact": sliding-window layers stay with transformers, which drops what the window has passed;
+                 "quantised": they go into blocks too, full length, the window applied in attention;
+                 "auto": "exact" if the model has full-attention layers as well, else "quantised"
+    Layers of other kinds (linear attention, MLA) stay with transformers; `report()` says which and why.
+    Raises FormatError, ShapeError, UnsupportedModel.
+    """
+
+    def __init__(
+        self,
+        config: Any,
+        format: str | Format = "kivi4",
+        *,
+        k_format: str | None = None,
+        v_format: str | None = None,
+        sink_tokens: int | None = None,
+        tail_tokens: int | None = None,
+        sliding: str = "auto",
+    ) -> None:
+        if sliding not in ("auto", "exact", "quantised"):
+            raise ShapeError(f"sliding: got {sliding!r}, wanted 'auto', 'exact' or 'quantised'")
+        chosen = get_format(format)
+        if k_format or v_format:
+            chosen = get_format(f"{k_format or chosen.k.id}/{v_format or chosen.v.id}")
+        layers = DynamicCache(config=config).layers
+        served, self._reasons = _served(config, layers, sliding)
+        if not served:
+            raise UnsupportedModel("no attention layer that qkv serves; " + "; ".join(sorted(set(self._reasons.values()))))
+        self.manager = KVManager(len(served), chosen, sink_tokens=sink_tokens, tail_tokens=tail_tokens)
+        self.rows = Rows(self.manager)
+        for index, layer in enumerate(served):
+            layers[layer] = QKVLayer(self.rows, index)
+        super().__init__(layers=layers)
+
+    def report(self) -> list[LayerReport]:
+        """One row for each layer of the model: who holds its K and V, in which format, and why."""
+        return [
+            LayerReport(index, self.manager.format.id, "qkv", "full attention" if index not in self._reasons else self._reasons[index])
+            if isinstance(layer, QKVLayer)
+            else LayerReport(index, "exact", f"transformers {type(layer).__name__}", self._reasons[index])
+            for index, layer in enumerate(self.layers)
+        ]
+
+    def memory(self) -> Memory:
+        """Bytes that qkv's layers hold; transformers' own layers are not counted (see `report`)."""
+        self._settle()
+        return self.manager.memory()
+
+    def crop(self, n: int) -> None:
+        """Negative: remove -n tokens. Positive: keep n (as transformers before 5.20). 0: as the installed transformers."""
+        self._settle()
+        have = min(self.rows.widths)
+        if n < 0 or (n == 0 and _V4):
+            self.rows.crop(have + n if n else 0)
+        elif n:
+            self.rows.crop(min(n, have))  # a length beyond the cache is a no-op there
+        self._others("crop", n if n <= 0 or _V4 else min(0, n - have))
+
+    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
+        """Beam search: row i becomes row beam_idx[i]. Records are shared."""
+        self._settle()
+        self.rows.select(beam_idx.tolist())
+        self._others("reorder_cache", beam_idx)
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        """Keep these rows, in this order. Records are shared."""
+        self._settle()
+        self.rows.select(indices.tolist())
+        self._others("batch_select_indices", indices)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Each row `repeats` times. Records are shared."""
+        self._settle()
+        self.rows.select([row for row in range(len(self.rows.sequences)) for _ in range(repeats)])
+        self._others("batch_repeat_interleave", repeats)
+
+    def reset(self) -> None:
+        """Forget every row; the cache can be used again."""
+        for layer in self._own():
+            layer.pending = None
+        self.rows.reset()
+        self._others("reset")
+
+    def _own(self) -> list[QKVLayer]:
+        return [layer for layer in self.layers if isinstance(layer, QKVLayer)]
+
+    def _settle(self) -> None:
+        for layer in self._own():
+            layer.settle()
+
+    def _others(self, method: str, *args: Any) -> None:
+        for layer in self.layers:
+            if not isinstance(layer, QKVLayer):
+                getattr(layer, method)(*args)
+
+
+def _served(config: Any, layers: list[Any], sliding: str) -> tuple[list[int], dict[int, str]]:
+    """Which layers qkv takes, and a reason for each that it leaves (or takes on request)."""
+    text = config.get_text_config(decoder=True)
+    latent = getattr(text, "kv_lora_rank", None) is not None
+    if sliding == "auto":
+        sliding = "exact" if any(type(layer) is DynamicLayer for layer in layers) else "quantised"
+    served, reasons = [], {}
+    for index, layer in enumerate(layers):
+        if latent:
+            reasons[index] = "multi-head latent attention (MLA): keys and values are not separate heads"
+        elif type(layer) is DynamicLayer:
+            served.append(index)
+        elif getattr(layer, "is_sliding", False) and isinstance(layer, DynamicLayer):
+            reasons[index] = "sliding window"
+            if sliding == "quantised":
+                served.append(index)
+        else:
+            reasons[index] = f"{type(layer).__name__}: not a plain attention layer"
+    return served, reasons
+
+
+def enable(model: Any) -> None:
+    """Make `model` use qkv's attention; any cache, or none, still works with it. Raises UnsupportedModel."""
+    try:
+        model.set_attn_implementation(NAME)
+    except ValueError as error:
+        raise UnsupportedModel(f"{type(model).__name__} does not take a custom attention function: {error}") from error
+
+
+AttentionInterface.register(NAME, attention.qkv_attention)
+AttentionMaskInterface.register(NAME, attention.padding_mask)

