@@ -28,7 +28,9 @@ def attend(q: torch.Tensor, view: KVView, options: AttendOptions) -> torch.Tenso
     windowed = options.window is not None and options.window < tokens
     mask = None
     if options.causal and (windowed or (queries != tokens and queries > 1)):
-        distance = torch.arange(tokens - queries, tokens, device=q.device).unsqueeze(1) - torch.arange(tokens, device=q.device)
+        distance = torch.arange(tokens - queries, tokens, device=q.device).unsqueeze(1) - torch.arange(
+            tokens, device=q.device
+        )
         mask = distance >= 0
         if windowed:
             mask &= distance < options.window  # type: ignore[operator]  # windowed says it is not None

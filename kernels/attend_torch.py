@@ -1,8 +1,9 @@
 """Attention over sink, records and tail by online softmax, in plain torch: slow, general, and the truth.
 
-o = sum_t softmax_t(scale * q.k_t) v_t, piece by piece: a piece is the sink, a run of at most PIECE_BLOCKS unsealed blocks,
-the tail, or what is not appended yet. With running maximum m, sum l and output a per query:
-m' = max(m, max s);  l' = l e^(m-m') + sum e^(s-m');  a' = a e^(m-m') + e^(s-m') V  (Milakov & Gimelshein, arXiv 1805.02867).
+o = sum_t softmax_t(scale * q.k_t) v_t, piece by piece: a piece is the sink, a run of at most PIECE_BLOCKS unsealed
+blocks, the tail, or what is not appended yet. With running maximum m, sum l and output a per query
+(Milakov & Gimelshein, arXiv 1805.02867):
+m' = max(m, max s);  l' = l e^(m-m') + sum e^(s-m');  a' = a e^(m-m') + e^(s-m') V
 Everything is float32. Dense K and V exist for one piece at a time, so the workspace does not depend on the context.
 """
 
@@ -70,7 +71,7 @@ def _pieces(view: KVView, options: AttendOptions, queries: int, unseal: Unseal) 
     start = view.stored_tokens - view.tail.shape[2]
     for exact in (view.tail, view.new):
         # a whole prompt may be in `new`: keep the score tiles small
-        for chunk in exact.split(PIECE_BLOCKS * BLOCK_TOKENS, dim=2):
+        for chunk in torch.split(exact, PIECE_BLOCKS * BLOCK_TOKENS, dim=2):
             if tokens := chunk.shape[2]:
                 yield chunk[0].float(), chunk[1].float(), torch.arange(start, start + tokens, device=device)
             start += chunk.shape[2]

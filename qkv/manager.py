@@ -130,9 +130,7 @@ class KVManager:
         """
         return ops.attend(q, self.view(sequence, layer, new), options, need_lse)
 
-    def view(
-        self, sequence: Sequence, layer: int, new: tuple[torch.Tensor, torch.Tensor] | None = None
-    ) -> KVView:
+    def view(self, sequence: Sequence, layer: int, new: tuple[torch.Tensor, torch.Tensor] | None = None) -> KVView:
         """Where the sequence's K and V of one layer lie, `new` [H, T, D] behind them. Copies only `new`."""
         self._mine(sequence)
         if new is not None:
@@ -156,7 +154,7 @@ class KVManager:
         )
 
     def gather(self, sequence: Sequence, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Dense dequantised k, v [H, T, D] in the model dtype: for consumers that cannot read records. Allocates it all."""
+        """Dense dequantised k, v [H, T, D] in the model dtype, for consumers that cannot read records. Allocates."""
         view = self.view(sequence, layer)
         spec, first = view.layout.layer, view.sink.shape[2]
         dense = torch.empty(2, spec.kv_heads, view.tokens, spec.head_dim, dtype=spec.dtype, device=spec.device)
@@ -218,7 +216,9 @@ class KVManager:
     def memory(self) -> Memory:
         """Bytes of all tensors held, counted from the sizes that were asked for."""
         records = sum(
-            self._pool_rows(layer) * layout.record_bytes for layer, layout in enumerate(self._layouts) if layout is not None
+            self._pool_rows(layer) * layout.record_bytes
+            for layer, layout in enumerate(self._layouts)
+            if layout is not None
         )
         exact = sum(held.nbytes for sequence in self._sequences.values() for held in sequence.layers if held)
         return Memory(records, exact)
@@ -258,7 +258,7 @@ class KVManager:
         if not stream.shape[2]:
             return
         records = self._tier.reserve(layer, self._pool.capacity, layout.record_bytes, layout.layer.device)
-        blocks = stream.unflatten(2, (-1, BLOCK_TOKENS)).transpose(1, 2)  # [2, n, H, 128, D]
+        blocks = torch.unflatten(stream, 2, (-1, BLOCK_TOKENS)).transpose(1, 2)  # [2, n, H, 128, D]
         ids = sequence.block_ids[exact.sealed : exact.sealed + blocks.shape[1]]
         for first in range(0, len(ids), SEAL_BLOCKS):
             run = slice(first, first + SEAL_BLOCKS)
@@ -294,5 +294,7 @@ class KVManager:
         """The length, if all layers agree on it."""
         lengths = {sequence.layer_length(layer) for layer in range(self.num_layers)}
         if len(lengths) > 1:
-            raise ShapeError(f"{verb}: layers hold {min(lengths)} to {max(lengths)} tokens; finish the step in every layer first")
+            raise ShapeError(
+                f"{verb}: layers hold {min(lengths)} to {max(lengths)} tokens; finish the step in every layer first"
+            )
         return lengths.pop()

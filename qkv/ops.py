@@ -1,4 +1,4 @@
-"""The only door to kernels: `seal`, `unseal`, `attend`. Picks one implementation per call; `explain()` says which and why."""
+"""The only door to kernels: `seal`, `unseal`, `attend`. Picks one implementation per call; `explain()` says why."""
 
 from dataclasses import dataclass
 
@@ -25,7 +25,9 @@ def explain() -> list[Choice]:
     return [
         Choice("seal", "torch", "the reference; no faster kernel is built yet"),
         Choice("unseal", "torch", "the reference; no faster kernel is built yet"),
-        Choice("attend, first pass", "sdpa", "all keys exact; the reference if soft-cap, sinks or a log-sum-exp is asked"),
+        Choice(
+            "attend, first pass", "sdpa", "all keys exact; the reference if soft-cap, sinks or a log-sum-exp is asked"
+        ),
         Choice("attend, over records", "torch", "the reference: slower than exact; no fused kernel is built yet"),
     ]
 
@@ -57,7 +59,9 @@ def attend(
     if q.shape[0] % layer.kv_heads:
         raise ShapeError(f"q: got {q.shape[0]} query heads, wanted a multiple of the {layer.kv_heads} KV heads")
     if q.shape[1] > view.tokens:
-        raise ShapeError(f"q: got {q.shape[1]} queries over {view.tokens} tokens; append their K and V, or pass them along")
+        raise ShapeError(
+            f"q: got {q.shape[1]} queries over {view.tokens} tokens; append their K and V, or pass them along"
+        )
     if options.window is not None and options.window < 1:
         raise ShapeError(f"window: got {options.window}, wanted at least 1, or None for all keys")
     if not need_lse and q.shape[1] and attend_sdpa.refusal(q, view, options) is None:

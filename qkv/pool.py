@@ -1,6 +1,6 @@
 """Block ids: who holds each, and which are free. Holds no tensors and imports no torch.
 
-    free -> allocate -> held by 1 -> retain -> held by n -> release (n times) -> free
+free -> allocate -> held by 1 -> retain -> held by n -> release (n times) -> free
 """
 
 from collections import deque
@@ -9,7 +9,7 @@ from qkv.errors import OutOfBlocks
 
 
 class BlockPool:
-    """Ids 0 .. capacity-1 with reference counts. With `limit`, capacity never passes it; without, it grows on demand."""
+    """Ids 0 .. capacity-1 with reference counts. Capacity never passes `limit`; None: it grows on demand."""
 
     def __init__(self, limit: int | None = None) -> None:
         self.limit = limit
@@ -55,12 +55,16 @@ class BlockPool:
         return self._references[block_id]
 
     def check(self, holders: dict[int, int]) -> None:
-        """Walk the whole state. `holders`: how many owners really hold each id. AssertionError if anything disagrees."""
+        """Walk the whole state. `holders`: how many owners hold each id. AssertionError if anything disagrees."""
         assert len(self._references) == self.capacity
         assert len(set(self._free)) == len(self._free), "an id is free twice"
         for block_id, count in enumerate(self._references):
-            assert count == holders.get(block_id, 0), f"block {block_id}: counted {count}, held {holders.get(block_id, 0)}"
-            assert (count == 0) == (block_id in set(self._free)), f"block {block_id}: count {count} disagrees with the free list"
+            assert count == holders.get(block_id, 0), (
+                f"block {block_id}: counted {count}, held {holders.get(block_id, 0)}"
+            )
+            assert (count == 0) == (block_id in set(self._free)), (
+                f"block {block_id}: count {count} disagrees with the free list"
+            )
 
     def _grow(self, count: int) -> None:
         self._free.extend(range(self.capacity, self.capacity + count))

@@ -1,7 +1,7 @@
 """One sequence: its block table, and its exact sink and tail in each layer.
 
-    position  0 ..... sink_tokens | block 0 | block 1 | ... | tail, oldest first
-    held by   Exact.sink          | Sequence.block_ids      | Exact.tail
+position  0 ..... sink_tokens | block 0 | block 1 | ... | tail, oldest first
+held by   Exact.sink          | Sequence.block_ids      | Exact.tail
 """
 
 from dataclasses import dataclass, field
@@ -13,7 +13,7 @@ from qkv.spec import BLOCK_TOKENS, LayerSpec
 
 @dataclass
 class Exact:
-    """Exact tokens of one sequence in one layer: buffers [2, H, capacity, D], K then V, and how much of each is used."""
+    """Exact tokens of one sequence in one layer: buffers [2, H, capacity, D], K then V, and how much is used."""
 
     sink: torch.Tensor
     tail: torch.Tensor

@@ -4,7 +4,7 @@ Knows numbers, never values: how long a record is, where each field lies, what a
 the fields, kernels read them, tiers copy whole records.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import torch
@@ -58,7 +58,7 @@ class LayerSpec:
     kv_heads: int
     head_dim: int
     dtype: torch.dtype
-    device: torch.device = torch.device("cpu")
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
 
     def __post_init__(self) -> None:
         if self.dtype not in MODEL_DTYPES:
@@ -72,7 +72,7 @@ class LayerSpec:
 
 @dataclass(frozen=True)
 class Field:
-    """One field of one head's part of a record. `shape` excludes heads and blocks; `offset` is within the head's part."""
+    """One field of a head's part of a record: `offset` is within that part, `shape` is of one head and block."""
 
     name: str
     offset: int
@@ -154,10 +154,10 @@ class RecordLayout:
 
     def field(self, records: torch.Tensor, name: str) -> torch.Tensor:
         """View (no copy) of one field of `records` uint8 [N, R]: [N, H, *field.shape] in the field's dtype."""
-        field = self.fields[name]
+        place = self.fields[name]
         heads = records.view(records.shape[0], self.layer.kv_heads, self.head_bytes)
-        part = heads[:, :, field.offset : field.offset + field.nbytes]
-        return part.view(field.dtype).unflatten(2, field.shape)
+        part = heads[:, :, place.offset : place.offset + place.nbytes].view(place.dtype)
+        return torch.unflatten(part, 2, place.shape)
 
 
 @dataclass(frozen=True)

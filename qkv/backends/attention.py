@@ -18,7 +18,7 @@ from qkv.spec import AttendOptions, KVView, LayerSpec, RecordLayout
 
 
 def padding_mask(*args: Any, attention_mask: torch.Tensor | None = None, **kwargs: Any) -> torch.Tensor | None:
-    """The 2-D padding mask as the user gave it, or None where nothing is padded; a 4-D one where it is not plain causal."""
+    """The user's 2-D padding mask, None where nothing is padded, or a 4-D mask where it is not plain causal."""
     if kwargs.get("use_vmap") or not kwargs.get("allow_is_causal_skip", True):
         kwargs["allow_is_causal_skip"] = False
         mask: torch.Tensor = sdpa_mask(*args, attention_mask=attention_mask, **kwargs)
@@ -42,7 +42,9 @@ def qkv_attention(
     Raises UnsupportedModel for dropout and output_attentions, which the records cannot give.
     """
     if kwargs.get("output_attentions"):
-        raise UnsupportedModel("output_attentions=True: attention over records never has the weights; use attn_implementation='eager'")
+        raise UnsupportedModel(
+            "output_attentions=True: attention over records never has the weights; use attn_implementation='eager'"
+        )
     if dropout and module.training:
         raise UnsupportedModel("attention dropout while training: qkv is for inference; call model.eval()")
     causal = kwargs.get("is_causal")
@@ -112,7 +114,9 @@ def _masked(
     if options.softcap is not None:
         scores = torch.tanh(scores / options.softcap) * options.softcap
     mask = mask[..., : k.shape[2]]
-    scores = scores.masked_fill(~mask, torch.finfo(torch.float32).min) if mask.dtype == torch.bool else scores + mask.float()
+    scores = (
+        scores.masked_fill(~mask, torch.finfo(torch.float32).min) if mask.dtype == torch.bool else scores + mask.float()
+    )
     if options.sinks is not None:
         column = options.sinks.float().view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
         scores = torch.cat([scores, column], dim=-1)

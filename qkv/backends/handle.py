@@ -33,11 +33,11 @@ class KVHandle(torch.Tensor):
         """The dequantised tensor. Allocates all of it."""
         return self._dense()
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]  # torch leaves it untyped
         return f"KVHandle(shape={list(self.shape)}, dtype={self.dtype})"
 
     @classmethod
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # type: ignore[override]  # torch types the disabled default, not the protocol
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         def plain(value: Any) -> Any:

@@ -27,8 +27,14 @@ class QKVLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is untype
         self.rows.open(key_states.shape[0])
         self.is_initialized = True
 
+    def fork(self, rows: Rows) -> "QKVLayer":
+        """The same layer over other rows. Nothing may be pending."""
+        twin = QKVLayer(rows, self.index)
+        twin.is_initialized = self.is_initialized
+        return twin
+
     def update(self, k: torch.Tensor, v: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        """New K, V [B, H, T, D] -> handles for all K, V [B, H, stored + T, D]. Stores nothing until attention commits."""
+        """New K, V [B, H, T, D] -> handles for all K, V [B, H, stored + T, D]. Attention commits it."""
         if k.shape != v.shape:
             raise UnsupportedModel(
                 f"keys {list(k.shape)} and values {list(v.shape)} differ in shape; use transformers' own cache for it"
@@ -37,7 +43,9 @@ class QKVLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is untype
         self.lazy_initialization(k)
         self.pending = (k, v)
         shape = (k.shape[0], k.shape[1], self.get_seq_length(), k.shape[3])
-        return KVHandle(self, shape, k, lambda: self._dequantised(0)), KVHandle(self, shape, v, lambda: self._dequantised(1))
+        return KVHandle(self, shape, k, lambda: self._dequantised(0)), KVHandle(
+            self, shape, v, lambda: self._dequantised(1)
+        )
 
     def commit(self, new: torch.Tensor | None) -> None:
         """Append the pending step; `new` bool [B, T] says which of it are tokens (None: all)."""

@@ -12,7 +12,7 @@ from qkv.sequence import Sequence
 
 
 class Rows:
-    """The rows of one cache. `widths[layer]` is the padded length that a layer has stored; they differ only mid-step."""
+    """The rows of one cache. `widths[layer]`: padded positions that a layer has stored; they differ only mid-step."""
 
     def __init__(self, manager: KVManager) -> None:
         self.manager = manager
@@ -25,7 +25,9 @@ class Rows:
         if not self.sequences:
             self.sequences = [self.manager.open() for _ in range(count)]
         if len(self.sequences) != count:
-            raise ShapeError(f"batch: got {count} rows, wanted {len(self.sequences)}, the rows this cache holds; use one cache a batch")
+            raise ShapeError(
+                f"batch: got {count} rows, wanted the {len(self.sequences)} of this cache; use one cache a batch"
+            )
 
     def step_mask(self, layer: int, mask: torch.Tensor | None, tokens: int) -> torch.Tensor | None:
         """The new part, bool [B, tokens], of a 2-D padding mask over stored and new tokens; None: all are tokens.
@@ -87,6 +89,13 @@ class Rows:
         self.sequences = chosen
         if self.valid is not None:
             self.valid = self.valid[indices]
+
+    def fork(self) -> "Rows":
+        """The same rows once more, sharing every record."""
+        twin = Rows(self.manager)
+        twin.sequences = [self.manager.fork(sequence) for sequence in self.sequences]
+        twin.widths, twin.valid = list(self.widths), self.valid
+        return twin
 
     def reset(self) -> None:
         """Close every row."""

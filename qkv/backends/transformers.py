@@ -1,4 +1,4 @@
-"""Hugging Face transformers: `QKVCache` holds the K and V, `qkv_attention` reads them. transformers 4.57.6 and 5.4 ... 5.24.
+"""Hugging Face transformers (4.57.6, 5.4 ... 5.24): `QKVCache` holds the K and V, `qkv_attention` reads them.
 
     from qkv.backends.transformers import QKVCache, enable
     enable(model)                                            # attention that reads records
@@ -8,6 +8,8 @@ A step of one layer: `update` takes the new K and V and returns handles; attenti
 tokens, then commits them. Without `enable`, any attention gets dequantised tensors: right, slow, and said once.
 """
 
+import copy
+import inspect
 from dataclasses import dataclass
 from typing import Any
 
@@ -69,7 +71,9 @@ class QKVCache(Cache):  # type: ignore[misc]  # transformers is untyped here
         layers = DynamicCache(config=config).layers
         served, self._reasons = _served(config, layers, sliding)
         if not served:
-            raise UnsupportedModel("no attention layer that qkv serves; " + "; ".join(sorted(set(self._reasons.values()))))
+            raise UnsupportedModel(
+                "no attention layer that qkv serves; " + "; ".join(sorted(set(self._reasons.values())))
+            )
         self.manager = KVManager(len(served), chosen, sink_tokens=sink_tokens, tail_tokens=tail_tokens)
         self.rows = Rows(self.manager)
         for index, layer in enumerate(served):
@@ -79,19 +83,38 @@ class QKVCache(Cache):  # type: ignore[misc]  # transformers is untyped here
     def report(self) -> list[LayerReport]:
         """One row for each layer of the model: who holds its K and V, in which format, and why."""
         return [
-            LayerReport(index, self.manager.format.id, "qkv", "full attention" if index not in self._reasons else self._reasons[index])
+            LayerReport(
+                index,
+                self.manager.format.id,
+                "qkv",
+                self._reasons.get(index, "full attention"),
+            )
             if isinstance(layer, QKVLayer)
             else LayerReport(index, "exact", f"transformers {type(layer).__name__}", self._reasons[index])
             for index, layer in enumerate(self.layers)
         ]
 
     def memory(self) -> Memory:
-        """Bytes that qkv's layers hold; transformers' own layers are not counted (see `report`)."""
+        """Bytes held for K and V, forks included; what transformers' own layers hold counts as exact."""
         self._settle()
-        return self.manager.memory()
+        held = self.manager.memory()
+        others = [layer for layer in self.layers if not isinstance(layer, QKVLayer)]
+        kept = [getattr(layer, side, None) for layer in others for side in ("keys", "values")]
+        return Memory(held.records, held.exact + sum(t.untyped_storage().nbytes() for t in kept if t is not None))
+
+    def fork(self) -> "QKVCache":
+        """A second cache with the same tokens: shares records, copies the rest. `reset` it to give its blocks back."""
+        self._settle()
+        twin: QKVCache = QKVCache.__new__(QKVCache)
+        twin.manager, twin.rows, twin._reasons = self.manager, self.rows.fork(), self._reasons
+        layers = [
+            layer.fork(twin.rows) if isinstance(layer, QKVLayer) else copy.deepcopy(layer) for layer in self.layers
+        ]
+        Cache.__init__(twin, layers=layers)
+        return twin
 
     def crop(self, n: int) -> None:
-        """Negative: remove -n tokens. Positive: keep n (as transformers before 5.20). 0: as the installed transformers."""
+        """Negative: remove -n tokens. Positive: keep n (as before 5.20). 0: as the installed transformers does."""
         self._settle()
         have = min(self.rows.widths)
         if n < 0 or (n == 0 and _V4):
@@ -165,6 +188,11 @@ def enable(model: Any) -> None:
         model.set_attn_implementation(NAME)
     except ValueError as error:
         raise UnsupportedModel(f"{type(model).__name__} does not take a custom attention function: {error}") from error
+
+
+def cache_argument(model: Any) -> str:
+    """The name under which the model's forward takes a cache: `cache` from transformers 5.24 on."""
+    return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
 
 
 AttentionInterface.register(NAME, attention.qkv_attention)

@@ -18,7 +18,7 @@ def encode(x: torch.Tensor, bits: int, group: int) -> tuple[torch.Tensor, torch.
     # repeating the last value lengthens a short group without changing its minimum or maximum
     pad = -count % group
     padded = torch.cat([x, x[..., -1:].expand(*x.shape[:-1], pad)], dim=-1) if pad else x
-    groups = padded.unflatten(-1, (-1, group))
+    groups = torch.unflatten(padded, -1, (-1, group))
     low, high = groups.amin(-1, keepdim=True), groups.amax(-1, keepdim=True)
     scale = (high - low) / levels
     steps = (groups - low) / scale
@@ -35,6 +35,6 @@ def encode(x: torch.Tensor, bits: int, group: int) -> tuple[torch.Tensor, torch.
 def decode(codes: torch.Tensor, scale: torch.Tensor, low: torch.Tensor, group: int) -> torch.Tensor:
     """Inverse of `encode`, float32 [..., n]: scale * code + minimum, as KIVI's kernel computes it. Allocates."""
     count = codes.shape[-1]
-    scale = scale.float().repeat_interleave(group, dim=-1)[..., :count]
-    low = low.float().repeat_interleave(group, dim=-1)[..., :count]
-    return scale * codes + low
+    padded = torch.nn.functional.pad(codes, (0, -count % group))
+    groups = torch.unflatten(padded, -1, (-1, group))
+    return (scale.float().unsqueeze(-1) * groups + low.float().unsqueeze(-1)).flatten(-2)[..., :count]

@@ -21,7 +21,9 @@ def encode(x: torch.Tensor, kind: str) -> tuple[torch.Tensor, torch.Tensor]:
     # the next float above a finite non-negative one has the next bit pattern
     above = (scale.view(_SAME_WIDTH_INT[x.dtype.itemsize]) + 1).view(x.dtype)
     scale = torch.where(too_small, above, scale)
-    steps = torch.where(scale.unsqueeze(-1) == 0, torch.zeros((), device=x.device), x.float() / scale.float().unsqueeze(-1))
+    steps = torch.where(
+        scale.unsqueeze(-1) == 0, torch.zeros((), device=x.device), x.float() / scale.float().unsqueeze(-1)
+    )
     steps = steps.clamp(-LARGEST[kind], LARGEST[kind])
     if kind == "int8":
         return (steps.round() + 128).to(torch.uint8), scale

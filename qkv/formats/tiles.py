@@ -4,7 +4,7 @@ A dot product multiplies u8 codes by s8 weights and sums four neighbours into a 
 the B operand of an int8 tensor-core mma). So a lane is what the result has one of, and four adjacent bytes are what is
 summed over: lanes are tokens for K (a score per token), channels for V (an output per channel).
 
-A p-bit plane puts 8/p codes into a byte. Slot k of byte j of lane l holds summed index 4k + j, so `(tile >> p*k) & mask`
+A p-bit plane puts 8/p codes in a byte. Slot k of byte j of lane l holds summed index 4k + j, so `(tile >> p*k) & mask`
 is, for every k, a ready operand with four consecutive summed indices in each lane:
 
     byte j=0                      j=1   j=2   j=3
@@ -36,9 +36,9 @@ def pack_plane(codes: torch.Tensor, bits: int) -> torch.Tensor:
 def unpack_plane(tiles: torch.Tensor, bits: int, summed: int) -> torch.Tensor:
     """Inverse of `pack_plane`: tiles uint8 [..., L/16, C, 64] -> codes uint8 [..., L, summed]. Allocates."""
     *lead, lane_groups, columns, _ = tiles.shape
-    split = tiles.reshape(*lead, lane_groups, columns, TILE_LANES, 1, 4)
-    shifts = torch.arange(0, 8, bits, dtype=torch.uint8, device=tiles.device).view(-1, 1)
-    codes = torch.bitwise_right_shift(split, shifts) & ((1 << bits) - 1)
+    split = tiles.reshape(*lead, lane_groups, columns, TILE_LANES, 4)
+    # one shift a slot: torch vectorises a shift by a number, not one by a broadcast tensor
+    codes = torch.stack([(split >> shift) & ((1 << bits) - 1) for shift in range(0, 8, bits)], dim=-2)
     codes = codes.transpose(-4, -3).reshape(*lead, lane_groups * TILE_LANES, columns * (32 // bits))
     return codes[..., :summed]
 
