@@ -18,8 +18,9 @@ class DeviceTier:
         held = self._layers[layer]
         if held is not None and held.shape[0] >= capacity:
             return held
-        # zeros: a row never written is defined bytes, not whatever the allocator left
-        grown = torch.zeros(capacity, record_bytes, dtype=torch.uint8, device=device)
+        with torch.inference_mode(False):  # else nothing could write to it outside inference_mode
+            # zeros: a row never written is defined bytes, not whatever the allocator left
+            grown = torch.zeros(capacity, record_bytes, dtype=torch.uint8, device=device)
         if held is not None:
             grown[: held.shape[0]] = held
         self._layers[layer] = grown

@@ -82,6 +82,7 @@ class KVManager:
         self._mine(sequence)
         return min(sequence.layer_length(layer) for layer in range(self.num_layers))
 
+    @torch.no_grad()
     def append(self, sequence: Sequence, layer: int, k: torch.Tensor, v: torch.Tensor) -> None:
         """Store k, v [H, T, D] (K after RoPE) behind the layer's tokens; seals every full block older than the tail.
 

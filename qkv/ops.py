@@ -45,13 +45,15 @@ def unseal(records: torch.Tensor, layout: RecordLayout) -> tuple[torch.Tensor, t
     return record.unseal(records, layout)
 
 
+@torch.no_grad()
 def attend(
     q: torch.Tensor, view: KVView, options: AttendOptions, need_lse: bool = True
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Attention of q [H*G, Q, D] (the last Q positions of the view) -> out [H*G, Q, D], log-sum-exp float32 [H*G, Q].
 
     Never holds dense K and V of the whole context. Accumulates in float32. The log-sum-exp is None where `need_lse` is
-    false and the implementation has none. Mutates nothing. Raises ShapeError.
+    false and the implementation has none. Mutates nothing; records
+    no gradient. Raises ShapeError.
     """
     layer = view.layout.layer
     check("* Q D", {"D": layer.head_dim}, q=q)

@@ -23,13 +23,16 @@ class Exact:
 
     @classmethod
     def empty(cls, layer: LayerSpec, sink_tokens: int, tail_tokens: int) -> "Exact":
+        # a buffer made under inference_mode could not be written outside it
+        @torch.inference_mode(False)
         def buffer(tokens: int) -> torch.Tensor:
             return torch.zeros(2, layer.kv_heads, tokens, layer.head_dim, dtype=layer.dtype, device=layer.device)
 
         return cls(buffer(sink_tokens), buffer(tail_tokens + BLOCK_TOKENS - 1))
 
     def copy(self) -> "Exact":
-        return Exact(self.sink.clone(), self.tail.clone(), self.sink_used, self.tail_used, self.sealed)
+        with torch.inference_mode(False):
+            return Exact(self.sink.clone(), self.tail.clone(), self.sink_used, self.tail_used, self.sealed)
 
     @property
     def nbytes(self) -> int:

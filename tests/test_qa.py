@@ -15,10 +15,14 @@ from qkv.errors import InputError, ModelNotFound
 from qkv.formats import get_format
 from qkv.qa import DocumentQA, divergence
 
-FACT = "The harbour master is called Ottoline Brask and she has 212 ships."
-FILLER = "The town lies on a river between two hills and its people mend nets, bake bread and repair clocks. "
-DOCUMENT = FILLER * 15 + FACT + " " + FILLER * 15
-QUESTION = "What is the harbour master called?"
+FACT = "One of the special magic numbers for harbour is: 7284613."
+TRADES = ("nets", "clocks", "boats", "barrels", "gloves", "lamps", "saddles", "bells", "maps", "organs", "kites", "ropes")
+FILLER = " ".join(
+    f"In street {number} of the old town, {trade} were made until {1700 + 13 * number}, when a fire took the workshop."
+    for number, trade in enumerate(TRADES, 1)
+)
+DOCUMENT = f"{FILLER} {FACT} {FILLER}"
+QUESTION = "What is the special magic number for harbour mentioned in the document?"
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +48,7 @@ def test_the_answer_is_found(smollm2: tuple[Any, Any], format: str) -> None:
     first = run.ask(QUESTION, pieces.append)
     second = run.ask(QUESTION, last=True)
     assert seen == [(layer + 1, 30) for layer in range(30)]
-    assert "Brask" in first.answer
+    assert "7284613" in first.answer
     assert "".join(pieces).strip() == first.answer
     assert second.answer == first.answer, "a question must not change what the next one reads"
     assert first.prefix_tokens_reused == 0
@@ -55,7 +59,7 @@ def test_the_answer_is_found(smollm2: tuple[Any, Any], format: str) -> None:
 
 def test_quantised_is_smaller_and_reads_its_records(smollm2: tuple[Any, Any]) -> None:
     exact, four, two = (reader(smollm2, name) for name in ("exact", "kivi4", "kivi2"))
-    logs = [run.score(QUESTION, "The harbour master is called Ottoline Brask.") for run in (exact, four, two)]
+    logs = [run.score(QUESTION, "The magic number is 7284613.") for run in (exact, four, two)]
     assert divergence(logs[0], logs[0]) == 0
     assert 0 < divergence(logs[0], logs[1]) < divergence(logs[0], logs[2])
     answers = [run.ask(QUESTION, last=True) for run in (exact, four, two)]
@@ -63,7 +67,7 @@ def test_quantised_is_smaller_and_reads_its_records(smollm2: tuple[Any, Any]) ->
     records = two.cache.manager._tier._layers[0]  # type: ignore[union-attr]
     assert records is not None
     records.random_()  # every record of one layer
-    assert not torch.equal(two.score(QUESTION, "Brask"), logs[2][:1])
+    assert not torch.equal(two.score(QUESTION, "The"), logs[2][:1])
 
 
 def test_reported_bytes_are_the_caches(smollm2: tuple[Any, Any]) -> None:
@@ -79,7 +83,7 @@ def test_reported_bytes_are_the_caches(smollm2: tuple[Any, Any]) -> None:
 def test_a_document_beyond_the_context_is_refused_with_both_numbers(smollm2: tuple[Any, Any]) -> None:
     run = DocumentQA(*smollm2, "smollm2-135m", get_format("kivi4"))
     with pytest.raises(InputError, match=r"got \d+ tokens, wanted at most 8192"):
-        run.read(FILLER * 600)
+        run.read(FILLER * 30)
     with pytest.raises(InputError, match="no text"):
         run.read(" \n")
     with pytest.raises(InputError, match="max-new-tokens"):

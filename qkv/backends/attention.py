@@ -39,14 +39,14 @@ def qkv_attention(
     """query [B, H*G, Q, D]; key, value [B, H, T, D] or handles -> ([B, Q, H*G, D], None).
 
     Obeys `sliding_window`, `softcap`, `s_aux` and `is_causal`. Commits a handle's step to its cache.
-    Raises UnsupportedModel for dropout and output_attentions, which the records cannot give.
+    Raises UnsupportedModel for training and for output_attentions, which records cannot give.
     """
     if kwargs.get("output_attentions"):
         raise UnsupportedModel(
             "output_attentions=True: attention over records never has the weights; use attn_implementation='eager'"
         )
-    if dropout and module.training:
-        raise UnsupportedModel("attention dropout while training: qkv is for inference; call model.eval()")
+    if module.training and torch.is_grad_enabled():
+        raise UnsupportedModel("training: qkv's attention records no gradient; call model.eval(), or use sdpa")
     causal = kwargs.get("is_causal")
     options = AttendOptions(
         scale=query.shape[-1] ** -0.5 if scaling is None else scaling,
