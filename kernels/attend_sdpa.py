@@ -27,11 +27,11 @@ def attend(q: torch.Tensor, view: KVView, options: AttendOptions) -> torch.Tenso
     k, v = view.new[0].unsqueeze(0), view.new[1].unsqueeze(0)
     windowed = options.window is not None and options.window < tokens
     mask = None
-    if options.causal and (windowed or (queries != tokens and queries > 1)):
+    if windowed or (options.causal and queries != tokens and queries > 1):
         distance = torch.arange(tokens - queries, tokens, device=q.device).unsqueeze(1) - torch.arange(
             tokens, device=q.device
         )
-        mask = distance >= 0
+        mask = distance >= 0 if options.causal else torch.ones_like(distance, dtype=torch.bool)
         if windowed:
             mask &= distance < options.window  # type: ignore[operator]  # windowed says it is not None
     out = torch.nn.functional.scaled_dot_product_attention(

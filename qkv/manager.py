@@ -104,6 +104,7 @@ class KVManager:
         if missing > 0:
             sequence.block_ids += self._pool.allocate(missing)
             sequence.block_lengths += [BLOCK_TOKENS] * missing
+        self._layouts[layer] = layout
         sequence.layers[layer] = exact
         new = torch.stack([k, v])
         exact.sink[:, :, exact.sink_used : exact.sink_used + to_sink] = new[:, :, :to_sink]
@@ -267,13 +268,12 @@ class KVManager:
         exact.sealed += len(ids)
 
     def _bind(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> RecordLayout:
-        """The layer's layout, fixed by the first K and V it sees. Raises ShapeError, FormatError."""
+        """The layer's layout, or what a first append of these K and V would fix. Raises ShapeError, FormatError."""
         held = self._layouts[self._in_range(layer)]
         if held is None:
             sizes = check("H T D", k=k, v=v)
             held = RecordLayout(self.format, LayerSpec(sizes["H"], sizes["D"], k.dtype, k.device))
             check_like("v", v, k.dtype, k.device)
-            self._layouts[layer] = held
             return held
         check("H T D", {"H": held.layer.kv_heads, "D": held.layer.head_dim}, k=k, v=v)
         check_like("k", k, held.layer.dtype, held.layer.device)

@@ -66,6 +66,8 @@ def attend(
         )
     if options.window is not None and options.window < 1:
         raise ShapeError(f"window: got {options.window}, wanted at least 1, or None for all keys")
+    if options.sinks is not None:
+        check(str(q.shape[0]), sinks=options.sinks)
     if not need_lse and q.shape[1] and attend_sdpa.refusal(q, view, options) is None:
         return attend_sdpa.attend(q, view, options), None
     return attend_torch.attend(q, view, options, lambda rows: record.unseal(rows, view.layout))

@@ -57,14 +57,13 @@ class BlockPool:
     def check(self, holders: dict[int, int]) -> None:
         """Walk the whole state. `holders`: how many owners hold each id. AssertionError if anything disagrees."""
         assert len(self._references) == self.capacity
-        assert len(set(self._free)) == len(self._free), "an id is free twice"
+        free = set(self._free)
+        assert len(free) == len(self._free), "an id is free twice"
         for block_id, count in enumerate(self._references):
             assert count == holders.get(block_id, 0), (
                 f"block {block_id}: counted {count}, held {holders.get(block_id, 0)}"
             )
-            assert (count == 0) == (block_id in set(self._free)), (
-                f"block {block_id}: count {count} disagrees with the free list"
-            )
+            assert (count == 0) == (block_id in free), f"block {block_id}: count {count} disagrees with the free list"
 
     def _grow(self, count: int) -> None:
         self._free.extend(range(self.capacity, self.capacity + count))

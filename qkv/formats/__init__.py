@@ -31,11 +31,12 @@ def get_format(name: str | Format) -> Format:
     """The format `name`, or `K/V` for two sides. Raises FormatError naming those that exist."""
     if isinstance(name, Format):
         return name
-    k_name, _, v_name = str(name).partition("/")
-    for side in (k_name, v_name or k_name):
+    k_name, slash, v_name = str(name).partition("/")
+    v_name = v_name if slash else k_name
+    for side in (k_name, v_name):
         if side not in SIDES:
             raise FormatError(f"format: got {name!r}, wanted one of {', '.join(SIDES)}, or K/V such as kivi4/kivi2")
-    k, v = SIDES[k_name], SIDES[v_name or k_name]
+    k, v = SIDES[k_name], SIDES[v_name]
     sink, tail = (max(pair) for pair in zip(_exact_tokens(k), _exact_tokens(v), strict=True))
     return Format(k.id if k == v else f"{k.id}/{v.id}", k, v, sink, tail)
 

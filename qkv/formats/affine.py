@@ -20,7 +20,8 @@ def encode(x: torch.Tensor, bits: int, group: int) -> tuple[torch.Tensor, torch.
     padded = torch.cat([x, x[..., -1:].expand(*x.shape[:-1], pad)], dim=-1) if pad else x
     groups = torch.unflatten(padded, -1, (-1, group))
     low, high = groups.amin(-1, keepdim=True), groups.amax(-1, keepdim=True)
-    scale = (high - low) / levels
+    # CUDA divides by a Python number as a product with its reciprocal; records must not depend on the device
+    scale = (high - low) / torch.full((), levels, dtype=x.dtype, device=x.device)
     steps = (groups - low) / scale
     wide = torch.isinf(scale)
     if bool(wide.any()):

@@ -11,7 +11,8 @@ from qkv.formats import affine, scaled, tiles
 from qkv.shapes import check, check_like
 from qkv.spec import BLOCK_TOKENS, RecordLayout, SideSpec
 
-LARGEST_VALUE = 1.7e38  # a group from -this to this still has a range that float32 can hold
+# a group from -this to this still has a range that float32 can hold; bfloat16 would round 1.7e38 up to 2**127
+LARGEST_VALUE = 1.69e38
 
 
 def seal(k: torch.Tensor, v: torch.Tensor, layout: RecordLayout) -> torch.Tensor:
