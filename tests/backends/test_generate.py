@@ -1,0 +1,265 @@
+"""What users do with a cache: padding, beams, rollback, chunks, turns; and what must be refused."""
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from transformers import DynamicCache
+
+from qkv.backends.transformers import QKVCache, enable
+from qkv.errors import FormatError, ShapeError, UnsupportedModel
+
+V4 = transformers.__version__.startswith("4.")
+
+
+@pytest.fixture
+def model(tiny: Any) -> Any:
+    model = tiny("qwen2")
+    enable(model)
+    return model
+
+
+@pytest.fixture
+def ids() -> torch.Tensor:
+    torch.manual_seed(3)
+    return torch.randint(3, 256, (1, 400))
+
+
+def records_of(cache: QKVCache, row: int = 0, layer: int = 0) -> torch.Tensor:
+    held = cache.manager._tier.records(layer)
+    assert held is not None
+    return held[cache.rows.sequences[row].block_ids].clone()
+
+
+@pytest.mark.parametrize("format", ["exact", "kivi2"])
+def test_padded_batch_of_three_equals_three_single_runs(format: str, model: Any, generate: Any) -> None:
+    lengths, width = (400, 283, 351), 400
+    torch.manual_seed(4)
+    batch, mask = torch.zeros(3, width, dtype=torch.long), torch.zeros(3, width, dtype=torch.long)
+    singles = []
+    for row, length in enumerate(lengths):
+        batch[row, width - length :] = torch.randint(3, 256, (length,))
+        mask[row, width - length :] = 1
+        singles.append(generate(model, batch[row : row + 1, width - length :], QKVCache(model.config, format)))
+    cache = QKVCache(model.config, format)
+    together = generate(model, batch, cache, mask)
+    cache.manager.check()
+    for row, (length, single) in enumerate(zip(lengths, singles, strict=True)):
+        assert torch.equal(together[row, width - length :], single[0])
+        assert cache.manager.length(cache.rows.sequences[row]) == length + 19, "padding must not be stored"
+
+
+def test_padding_never_enters_a_record(model: Any) -> None:
+    """The same K and V with and without padding give the same bytes."""
+    k, v = torch.randn(2, 1, 2, 400, 16)
+    padded, plain = QKVCache(model.config, "kivi2"), QKVCache(model.config, "kivi2")
+    mask = torch.zeros(1, 450, dtype=torch.bool)
+    mask[:, 50:] = True
+    pad = torch.randn(1, 2, 50, 16) * 100
+    for layer in range(3):
+        padded.update(torch.cat([pad, k], 2), torch.cat([pad, v], 2), layer)
+        padded.layers[layer].commit(padded.rows.step_mask(layer, mask, 450))
+        plain.update(k, v, layer)
+        plain.layers[layer].commit(None)
+    assert torch.equal(records_of(padded), records_of(plain))
+    dense = padded.rows.dense(0)[0]
+    assert dense.shape == (1, 2, 450, 16)
+    assert (dense[:, :, :50] == 0).all()
+    assert torch.equal(dense[:, :, 50:], plain.rows.dense(0)[0])
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+def test_beam_search(family: str, tiny: Any, generate: Any, ids: torch.Tensor) -> None:
+    model = tiny(family)
+    want = generate(model, ids, DynamicCache(config=model.config), num_beams=3)
+    enable(model)
+    cache = QKVCache(model.config, "exact")
+    assert torch.equal(generate(model, ids, cache, num_beams=3), want)
+    cache.manager.check()
+
+
+def test_beams_share_records(model: Any, generate: Any, ids: torch.Tensor) -> None:
+    one, four = QKVCache(model.config, "kivi2"), QKVCache(model.config, "kivi2")
+    generate(model, ids, one, max_new_tokens=5)
+    call_rows = ids.repeat(1, 1)
+    generate(model, call_rows, four, max_new_tokens=5, num_beams=4)
+    assert len({tuple(s.block_ids[:2]) for s in four.rows.sequences}) >= 1
+    one.batch_repeat_interleave(4)
+    assert len({tuple(s.block_ids) for s in one.rows.sequences}) == 1
+    assert one.memory().records == QKVCacheBytes(one)
+    one.manager.check()
+
+
+def QKVCacheBytes(cache: QKVCache) -> int:  # noqa: N802  # reads as a name in the assertion above
+    return sum(records.nbytes for records in cache.manager._tier._layers if records is not None)
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral"])
+def test_prompt_lookup_decoding_crops(family: str, tiny: Any, generate: Any) -> None:
+    model = tiny(family)
+    torch.manual_seed(5)
+    ids = torch.randint(3, 256, (1, 40)).repeat(1, 8)  # repetition, so that candidates are found
+    enable(model)
+    plain = generate(model, ids, QKVCache(model.config, "exact"), max_new_tokens=30)
+    cache = QKVCache(model.config, "exact")
+    looked_up = generate(model, ids, cache, max_new_tokens=30, prompt_lookup_num_tokens=5)
+    assert torch.equal(looked_up, plain)
+    cache.manager.check()
+
+
+def test_chunked_prefill(model: Any, generate: Any, ids: torch.Tensor) -> None:
+    want = generate(model, ids, QKVCache(model.config, "exact"))
+    cache = QKVCache(model.config, "exact")
+    assert torch.equal(generate(model, ids, cache, prefill_chunk_size=64), want)
+    quantised = QKVCache(model.config, "kivi4")
+    generate(model, ids, quantised, prefill_chunk_size=64)
+    once = QKVCache(model.config, "kivi4")
+    generate(model, ids, once)
+    assert [len(s.block_ids) for s in quantised.rows.sequences] == [len(s.block_ids) for s in once.rows.sequences]
+
+
+@pytest.mark.parametrize("format", ["exact", "kivi4"])
+def test_second_turn_on_the_same_cache(format: str, model: Any, generate: Any, ids: torch.Tensor) -> None:
+    cache = QKVCache(model.config, format)
+    first = generate(model, ids[:, :300], cache)
+    before = records_of(cache)
+    second = torch.cat([first, ids[:, 300:]], dim=1)
+    out = generate(model, second, cache)
+    assert torch.equal(records_of(cache)[: len(before)], before)
+    if format == "exact":
+        assert torch.equal(out, generate(model, second, QKVCache(model.config, format)))
+
+
+def test_old_records_survive_tokens_crop_fork_and_beams(model: Any, call: Any, generate: Any, ids: torch.Tensor) -> None:
+    cache = QKVCache(model.config, "kivi2")
+    call(model, ids, cache)
+    old = records_of(cache)
+    assert len(old) == 2
+    for start in range(0, 1000, 100):
+        call(model, torch.randint(3, 256, (1, 100)) + 0 * start, cache)
+    twin = cache.fork()
+    cache.crop(-500)
+    call(model, torch.randint(3, 256, (1, 300)), cache)
+    cache.batch_repeat_interleave(3)
+    cache.reorder_cache(torch.tensor([2, 0, 0]))
+    call(model, torch.randint(3, 256, (3, 200)), cache)
+    cache.manager.check()
+    for row in range(3):
+        assert torch.equal(records_of(cache, row)[:2], old)
+    assert torch.equal(records_of(twin)[:2], old)
+    twin.reset()
+    cache.reset()
+    cache.manager.check()
+    assert cache.memory().exact == 0
+    assert torch.isfinite(call(model, ids, cache).logits).all()
+
+
+def test_the_quantised_cache_is_really_read(model: Any, call: Any, ids: torch.Tensor) -> None:
+    cache = QKVCache(model.config, "kivi2")
+    call(model, ids, cache)
+    twin = cache.fork()
+    clean = call(model, ids[:, :1], twin).logits
+    cache.manager._tier.records(1)[cache.rows.sequences[0].block_ids[0]] ^= 85  # type: ignore[index]  # it is there
+    assert not torch.equal(call(model, ids[:, :1], cache).logits, clean)
+
+
+def test_crop_in_every_spelling(model: Any, call: Any, ids: torch.Tensor) -> None:
+    cache = QKVCache(model.config, "kivi4")
+    call(model, ids, cache)
+    cache.crop(-10)
+    assert cache.get_seq_length() == 390
+    cache.crop(385)
+    assert cache.get_seq_length() == 385
+    cache.crop(9999)
+    assert cache.get_seq_length() == 385
+    with pytest.raises(ShapeError, match="wanted 0 to 385"):
+        cache.crop(-386)
+    cache.crop(0)
+    assert cache.get_seq_length() == (0 if V4 else 385)
+
+
+@pytest.mark.parametrize("implementation", ["eager", "sdpa"])
+def test_any_other_attention_gets_dequantised_tensors(implementation: str, tiny: Any, call: Any, ids: torch.Tensor) -> None:
+    model = tiny("llama", implementation)
+    want = [call(model, ids, reference := DynamicCache(config=model.config)), call(model, ids[:, :3], reference)]
+    cache = QKVCache(model.config, "exact")
+    first = call(model, ids, cache)
+    with pytest.warns(UserWarning, match="enable"):
+        second = call(model, ids[:, :3], cache)
+    assert (first.logits - want[0].logits).abs().max() <= 1e-4
+    assert (second.logits - want[1].logits).abs().max() <= 1e-4
+
+
+def test_a_four_dimensional_mask_is_obeyed(tiny: Any, call: Any, ids: torch.Tensor) -> None:
+    model = tiny("llama")
+    short = ids[:, :60]
+    mask = torch.full((1, 1, 60, 60), torch.finfo(torch.float32).min).triu(1)
+    mask[..., :, 5:9] = torch.finfo(torch.float32).min
+    mask[..., range(5, 9), range(5, 9)] = 0
+    want = call(model, short, DynamicCache(config=model.config), mask).logits
+    enable(model)
+    got = call(model, short, QKVCache(model.config, "exact"), mask).logits
+    assert (got - want).abs().max() <= 1e-4
+
+
+def test_attention_without_any_cache(tiny: Any, ids: torch.Tensor) -> None:
+    model = tiny("gemma2")
+    with torch.no_grad():
+        want = model(ids, use_cache=False).logits
+        enable(model)
+        assert (model(ids, use_cache=False).logits - want).abs().max() <= 1e-4
+
+
+def test_nothing_is_dequantised_while_qkv_attends(model: Any, generate: Any, ids: torch.Tensor, monkeypatch: Any) -> None:
+    from qkv.backends.layer import QKVLayer
+
+    calls = []
+    monkeypatch.setattr(QKVLayer, "dense", lambda self, side: calls.append(side))
+    generate(model, ids, QKVCache(model.config, "kivi4"))
+    assert calls == []
+
+
+def test_wrong_use_is_refused(model: Any, call: Any, ids: torch.Tensor) -> None:
+    with pytest.raises(FormatError, match="kivi4"):
+        QKVCache(model.config, "kivi7")
+    with pytest.raises(ShapeError, match="sliding"):
+        QKVCache(model.config, "kivi4", sliding="maybe")
+    cache = QKVCache(model.config, "kivi4")
+    mask = torch.ones(1, 400, dtype=torch.long)
+    mask[:, :7] = 0
+    call(model, ids, cache, mask)
+    with pytest.raises(ShapeError, match="changes position 3"):
+        changed = torch.ones(1, 401, dtype=torch.long)
+        changed[:, :3] = 0
+        call(model, ids[:, :1], cache, changed)
+    with pytest.raises(ShapeError, match="got 2 rows"):
+        call(model, ids[:, :1].repeat(2, 1), QKVCacheWith(cache))
+    with pytest.raises(UnsupportedModel, match="differ in shape"):
+        QKVCache(model.config).update(torch.zeros(1, 2, 3, 16), torch.zeros(1, 2, 3, 8), 0)
+
+
+def QKVCacheWith(cache: QKVCache) -> QKVCache:  # noqa: N802  # a cache whose rows are taken
+    cache.reset()
+    for layer in range(3):
+        cache.update(torch.randn(1, 2, 5, 16), torch.randn(1, 2, 5, 16), layer)
+    return cache
+
+
+def test_output_attentions_and_training_are_refused(model: Any, call: Any, ids: torch.Tensor) -> None:
+    with pytest.raises(UnsupportedModel, match="output_attentions"):
+        call(model, ids, QKVCache(model.config), output_attentions=True)
+    model.train()
+    with pytest.raises(UnsupportedModel, match="training"):
+        model(ids)
+    model.eval()
+
+
+def test_latent_attention_is_refused_by_name(tiny: Any) -> None:
+    overrides = {"kv_lora_rank": 16, "q_lora_rank": None, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 16}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        config = transformers.AutoConfig.for_model("deepseek_v3", num_hidden_layers=2, **overrides)
+    with pytest.raises(UnsupportedModel, match="MLA"):
+        QKVCache(config)
