@@ -1,4 +1,4 @@
-"""Writes the tables of README.md from tracked results: `python benchmarks/tables.py`; `--check` fails if they are stale."""
+"""Writes the tables of README.md from tracked results: `python benchmarks/tables.py`; `--check` fails if stale."""
 
 import json
 import sys
@@ -17,7 +17,10 @@ def fidelity() -> str:
             _, model, tokens = row["case"].split()
             cell = found.setdefault((model, tokens, row["format"]), {})
             cell[row["metric"]] = (row["value"], row["bytes"])
-    rows = ["| model | tokens | format | KL, nats | same top-1 | needles | KV bytes |", "| --- | --- | --- | --- | --- | --- | --- |"]
+    rows = [
+        "| model | tokens | format | KL, nats | same top-1 | needles | KV bytes |",
+        "| --- | --- | --- | --- | --- | --- | --- |",
+    ]
     for (model, tokens, format), cell in found.items():
         kl = f"{cell['kl'][0]:.4f}" if "kl" in cell else "0"
         top1 = f"{cell['top1'][0]:.1%}" if "top1" in cell else "100 %"

@@ -129,7 +129,7 @@ def fetch(name: str, progress: Progress | None = None, allow_hub: bool = False) 
 def load(name_or_path: str | Path, dtype: Any = "auto", progress: Progress | None = None) -> tuple[Any, Any]:
     """Load `(model, tokenizer)` from a registry name, a transformers folder or a .gguf file; the model is in eval mode.
 
-    `dtype`: "auto" (bf16 where this machine computes in it, else fp32), "bfloat16", "float16", "float32" or a torch.dtype.
+    `dtype`: "auto" (bf16 where this machine computes in it, else fp32), bfloat16, float16, float32, or a torch.dtype.
     Raises InputError for another dtype, ModelNotFound if there is no such model or it cannot be read.
     """
     _require("torch", "transformers")

@@ -1,4 +1,4 @@
-"""Sequences: how tokens arrive changes nothing, sealed bytes never change, bytes are counted, bad calls lose nothing."""
+"""Sequences: arrival order changes nothing, sealed bytes never change, bytes are counted, bad calls lose nothing."""
 
 import random
 from typing import Any
@@ -14,7 +14,9 @@ from qkv.errors import FormatError, OutOfBlocks, SequenceClosed, ShapeError
 OPTIONS = AttendOptions(0.125)
 
 
-def kv(tokens: int, heads: int = 2, dim: int = 64, dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, torch.Tensor]:
+def kv(
+    tokens: int, heads: int = 2, dim: int = 64, dtype: torch.dtype = torch.float32
+) -> tuple[torch.Tensor, torch.Tensor]:
     k, v = torch.randn(2, heads, tokens, dim).to(dtype)
     return k, v
 
@@ -125,7 +127,9 @@ def test_crop_anywhere_keeps_a_prefix(length: int) -> None:
     manager.append(sequence, 0, *more)
     manager.check()
     got = manager.gather(sequence, 0)
-    kept = min(length, 64 + 3 * 128)  # what was sealed or sink; the tail behind it may be sealed now, for the first time
+    kept = min(
+        length, 64 + 3 * 128
+    )  # what was sealed or sink; the tail behind it may be sealed now, for the first time
     assert torch.equal(got[0][:, :kept], k[:, :kept])
     assert torch.equal(got[1][:, :kept], v[:, :kept])
     assert torch.equal(got[0][:, -64:], more[0][:, -64:]), "the newest tokens are exact"

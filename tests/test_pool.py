@@ -17,14 +17,13 @@ def test_any_order_of_calls(steps: list[tuple[str, int]], limit: int | None) -> 
     for verb, number in steps:
         if verb == "allocate":
             before = (pool.capacity, pool.num_free)
-            try:
-                ids = pool.allocate(number)
-            except OutOfBlocks as error:
-                assert limit is not None
-                assert number > limit - len(held)
-                assert (error.needed, error.free) == (number, limit - len(held))
+            if limit is not None and number > limit - len(held):
+                with pytest.raises(OutOfBlocks) as caught:
+                    pool.allocate(number)
+                assert (caught.value.needed, caught.value.free) == (number, limit - len(held))
                 assert (pool.capacity, pool.num_free) == before
             else:
+                ids = pool.allocate(number)
                 assert len(set(ids)) == number
                 assert not set(ids) & held.keys()
                 held |= dict.fromkeys(ids, 1)

@@ -16,7 +16,20 @@ from qkv.formats import get_format
 from qkv.qa import DocumentQA, divergence
 
 FACT = "One of the special magic numbers for harbour is: 7284613."
-TRADES = ("nets", "clocks", "boats", "barrels", "gloves", "lamps", "saddles", "bells", "maps", "organs", "kites", "ropes")
+TRADES = (
+    "nets",
+    "clocks",
+    "boats",
+    "barrels",
+    "gloves",
+    "lamps",
+    "saddles",
+    "bells",
+    "maps",
+    "organs",
+    "kites",
+    "ropes",
+)
 FILLER = " ".join(
     f"In street {number} of the old town, {trade} were made until {1700 + 13 * number}, when a fire took the workshop."
     for number, trade in enumerate(TRADES, 1)

@@ -164,6 +164,8 @@ class QKVCache(Cache):  # type: ignore[misc]  # transformers is untyped here
 def _served(config: Any, layers: list[Any], sliding: str) -> tuple[list[int], dict[int, str]]:
     """Which layers qkv takes, and a reason for each that it leaves (or takes on request)."""
     text = config.get_text_config(decoder=True)
+    if _V4 and (foreign := _states_of_its_own(text)):
+        raise UnsupportedModel(f"{text.model_type} {foreign}; transformers 5 has a cache that qkv can share with it")
     latent = getattr(text, "kv_lora_rank", None) is not None
     if sliding == "auto":
         sliding = "exact" if any(type(layer) is DynamicLayer for layer in layers) else "quantised"
@@ -180,6 +182,15 @@ def _served(config: Any, layers: list[Any], sliding: str) -> tuple[list[int], di
         else:
             reasons[index] = f"{type(layer).__name__}: not a plain attention layer"
     return served, reasons
+
+
+def _states_of_its_own(text: Any) -> str | None:
+    """What a hybrid keeps besides K and V. Before transformers 5 such a model brings its own cache class."""
+    known = {"full_attention", "sliding_attention", "chunked_attention"}
+    if foreign := sorted(set(getattr(text, "layer_types", None) or ()) - known):
+        return f"has {', '.join(foreign)} layers"
+    fields = [name for name in text.to_dict() if name.startswith(("mamba_", "ssm_")) or name == "layers_block_type"]
+    return f"has state-space layers ({fields[0]})" if fields else None
 
 
 def enable(model: Any) -> None:

@@ -1,5 +1,6 @@
 """`exact` in qkv's cache and attention against DynamicCache under eager, for every family."""
 
+import itertools
 from typing import Any
 
 import pytest
@@ -17,7 +18,7 @@ def logits(model: Any, call: Any, cache: Any, ids: torch.Tensor, mask: torch.Ten
     """A prompt, a chunk, then single tokens."""
     cuts = [0, 250, 290, *range(291, ids.shape[1] + 1)]
     rows = []
-    for start, end in zip(cuts, cuts[1:], strict=False):
+    for start, end in itertools.pairwise(cuts):
         rows.append(call(model, ids[:, start:end], cache, mask[:, :end]).logits[:, -1])
     return torch.stack(rows)
 

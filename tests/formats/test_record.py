@@ -31,7 +31,7 @@ def blocks(layer: LayerSpec, count: int = 2) -> torch.Tensor:
 
 
 def bound(prefix: str, side: SideSpec, spec: RecordLayout, records: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    """Largest error of each value [N, H, 128, D], from the metadata that is stored; test_affine and test_scaled derive it.
+    """Largest error of each value [N, H, 128, D], from the stored metadata; test_affine and test_scaled derive it.
 
     Half a step; for affine also four roundings of at most `top` steps in the model dtype and a scale that may be
     subnormal; for all, multiply and add in float32.

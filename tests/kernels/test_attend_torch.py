@@ -101,7 +101,9 @@ def test_not_causal_and_large_logits() -> None:
 
 def test_no_queries_and_no_keys() -> None:
     view = view_of(sizes=(0, 0, 0, 0))
-    out, lse = attend_torch.attend(torch.zeros(4, 0, 64), view, AttendOptions(1.0), lambda rows: unseal(rows, view.layout))
+    out, lse = attend_torch.attend(
+        torch.zeros(4, 0, 64), view, AttendOptions(1.0), lambda rows: unseal(rows, view.layout)
+    )
     assert out.shape == (4, 0, 64)
     assert lse.shape == (4, 0)
 
