@@ -248,9 +248,7 @@ def test_wrong_use_is_refused(model: Any, call: Any, ids: torch.Tensor) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:`output_attentions=True`:UserWarning")  # 4.57 warns as well
-def test_output_attentions_and_training_are_refused(
-    model: Any, call: Any, generate: Any, ids: torch.Tensor
-) -> None:
+def test_output_attentions_and_training_are_refused(model: Any, call: Any, generate: Any, ids: torch.Tensor) -> None:
     with pytest.raises(UnsupportedModel, match="output_attentions"):
         call(model, ids, QKVCache(model.config), output_attentions=True)
     with pytest.raises(UnsupportedModel, match="output_attentions"):
