@@ -15,6 +15,7 @@ from qkv.spec import BLOCK_TOKENS, AttendOptions, KVView
 
 PIECE_BLOCKS = 8
 QUERY_TILE = 512
+FLOAT16_MAX = torch.finfo(torch.float16).max
 
 Unseal = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 Piece = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # k, v float32 [H, T, D]; positions int64 [T], -1: no token
@@ -38,7 +39,8 @@ def attend(q: torch.Tensor, view: KVView, options: AttendOptions, unseal: Unseal
                 _accumulate(state, tile, grouped[:, :, tile], (k, v, seen), options)
     highest, total, out = state
     lse = highest + total.log()
-    out = torch.where(total.unsqueeze(-1) > 0, out / total.unsqueeze(-1), torch.zeros_like(out))
+    # a total of 0 is a query that sees nothing; a total that is NaN must stay visible
+    out = torch.where(total.unsqueeze(-1) == 0, torch.zeros_like(out), out / total.unsqueeze(-1))
     return out.reshape(query_heads, queries, dim).to(q.dtype), lse.reshape(query_heads, queries)
 
 
@@ -64,6 +66,9 @@ def _pieces(view: KVView, options: AttendOptions, queries: int, unseal: Unseal) 
         if int(ends[run][-1]) <= oldest_seen:
             continue
         k, v = unseal(view.records[view.block_ids[run]])
+        if view.layout.layer.dtype == torch.float16:
+            # scale * code + minimum may round past the largest float16, in float32
+            k, v = (side.clamp_(-FLOAT16_MAX, FLOAT16_MAX) for side in (k, v))
         slots = torch.arange(BLOCK_TOKENS, device=device)
         lengths = view.block_lengths[run].unsqueeze(1)
         positions = torch.where(slots < lengths, ends[run].unsqueeze(1) - lengths + slots, -1)

@@ -3,6 +3,7 @@
 import json
 import sys
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -25,7 +26,8 @@ DEFAULT_FORMAT = "kivi4"
 app = typer.Typer(no_args_is_help=True, add_completion=False, help="qkv: low-bit KV cache for long-context models.")
 models_app = typer.Typer(no_args_is_help=True, help="Models that qkv knows how to get.")
 app.add_typer(models_app, name="models")
-out, err = Console(), Console(stderr=True)
+# what is printed comes from documents and models: nothing in it is markup
+out, err = Console(markup=False, highlight=False), Console(stderr=True, markup=False, highlight=False)
 
 ModelOption = Annotated[
     str, typer.Option("--model", help="A name from `qkv models ls`, a transformers folder, or a .gguf file.")
@@ -38,7 +40,7 @@ def main() -> None:
     try:
         app()
     except QkvError as error:
-        err.print(f"error: {error}", style="red", markup=False, highlight=False, soft_wrap=True)
+        err.print(f"error: {error}", style="red", soft_wrap=True)
         sys.exit(2)
 
 
@@ -46,7 +48,7 @@ def main() -> None:
 def _bar(label: str) -> Iterator[Callable[[str, int, int], None]]:
     """A progress bar on stderr; the function it yields takes (what, done, total)."""
     columns = (
-        TextColumn("{task.description}"),
+        TextColumn("{task.description}", markup=False),
         BarColumn(),
         TextColumn("{task.percentage:>3.0f} %"),
         TimeElapsedColumn(),
@@ -186,7 +188,11 @@ def qa(  # noqa: PLR0913  # each is an option of the command line
 ) -> None:
     """Answer questions about a .txt, .md or .pdf document over a quantised KV cache."""
     chosen = _choose(format, k_format, v_format)
-    text = documents.read_document(document)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        text = documents.read_document(document)
+    for warning in caught:
+        err.print(f"warning: {warning.message}", style="yellow", soft_wrap=True)
     for question in questions:
         if not question.strip():
             raise InputError("question: got no text, wanted at least one word")
@@ -196,7 +202,8 @@ def qa(  # noqa: PLR0913  # each is an option of the command line
 
 def _choose(format: str, k_format: str | None, v_format: str | None) -> Format:
     chosen = get_format(format)
-    return get_format(f"{k_format or chosen.k.id}/{v_format or chosen.v.id}") if k_format or v_format else chosen
+    k, v = (get_format(name) if name else chosen for name in (k_format, v_format))
+    return get_format(f"{k.k.id}/{v.v.id}") if k_format or v_format else chosen
 
 
 def _answer(
@@ -213,12 +220,14 @@ def _answer(
     for run in runs:
         with _bar(f"reading the document ({run.format.id})") as update:
             run.read(text, lambda done, total, update=update: update("layers", done, total))  # type: ignore[misc]
+    for question in questions:
+        runs[0].check(question)
     answers, rows = [], []
     for index, question in enumerate(questions):
         last = index == len(questions) - 1
         if not as_json:
-            out.print(f"\n{question}", style="bold", markup=False, highlight=False)
-            on_text = lambda piece: out.print(piece, end="", markup=False, highlight=False)  # noqa: E731  # two short sinks
+            out.print(f"\n{question}", style="bold")
+            on_text = lambda piece: out.print(piece, end="")  # noqa: E731  # two short sinks
         else:
             on_text = lambda piece: None  # noqa: E731
         extra: dict[str, Any] = {}

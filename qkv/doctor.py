@@ -77,7 +77,7 @@ def parse_bytes(text: str) -> int:
         value = float(number)
     except ValueError:
         value = -1.0
-    if value <= 0 or unit not in _UNITS:
+    if unit not in _UNITS or not 0 < value * _UNITS[unit] < 2**63:  # NaN fails too
         raise InputError(f"budget: got {text!r}, wanted a positive size such as 512MiB or 4GiB")
     return int(value * _UNITS[unit])
 
@@ -110,12 +110,11 @@ def _cost(format_: Any, like: RecordLayout, layers: int, budget: int, context: i
     layout = RecordLayout(format_, like.layer)
     a_token = layout.record_bytes * layers / BLOCK_TOKENS
     window = (format_.sink_tokens + format_.tail_tokens + BLOCK_TOKENS - 1) * like.layer.token_bytes * layers
-    # the window's tokens are not in records; what is left of the budget is cut into whole blocks
-    fits = (
-        max(0, int((budget - window) / a_token)) // BLOCK_TOKENS * BLOCK_TOKENS
-        + format_.sink_tokens
-        + format_.tail_tokens
-    )
+    # the window's tokens are not in records; the rest of the budget is whole blocks, less what a pool that grows
+    # token by token holds ahead (qkv/pool.py: a 32nd, at least 2)
+    blocks = max(0, budget - window) // (layout.record_bytes * layers)
+    blocks = max(0, min(blocks * 32 // 33, blocks - 1))
+    fits = blocks * BLOCK_TOKENS + format_.sink_tokens + format_.tail_tokens
     longest = fits if budget >= window else 0
     return FormatCost(format_.id, a_token, window, longest if context is None else min(longest, context))
 

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import html
+import io
 import json
+import logging
 import os
 import re
 import unicodedata
+import warnings
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -50,6 +53,7 @@ _QUESTIONS = (
 def read_document(path: str | Path) -> str:
     """The text of a .txt, .md or .pdf file, or of any other file that holds UTF-8 text.
 
+    Warns if some pages of a PDF hold no text.
     Raises InputError, in one line, if there is no such file, it is a folder, it is not text, or it holds none.
     """
     path = Path(path).expanduser()
@@ -57,18 +61,25 @@ def read_document(path: str | Path) -> str:
         raise InputError(f"{path} is a folder; give one text or PDF file")
     if not path.exists():
         raise InputError(f"there is no file {path}")
-    text = _pdf_text(path) if path.suffix.lower() == ".pdf" else _plain_text(path)
+    data = _bytes(path)
+    is_pdf = path.suffix.lower() == ".pdf" or data.startswith(b"%PDF-")
+    text = _pdf_text(path, data) if is_pdf else _plain_text(path, data)
     if not text.strip():
-        what = "has no text in it (scanned pages need OCR first)" if path.suffix.lower() == ".pdf" else "is empty"
+        what = "has no text in it (scanned pages need OCR first)" if is_pdf else "is empty"
         raise InputError(f"{path} {what}")
     return text
 
 
-def _plain_text(path: Path) -> str:
+def _bytes(path: Path) -> bytes:
     try:
-        data = path.read_bytes()
+        return path.read_bytes()
     except OSError as exc:
         raise InputError(f"cannot read {path}: {exc.strerror or exc}") from exc
+
+
+def _plain_text(path: Path, data: bytes) -> str:
+    if data.startswith((b"\xff\xfe", b"\xfe\xff")):
+        raise InputError(f"{path} is UTF-16 text; save it as UTF-8")
     if b"\0" in data:
         raise InputError(f"{path} is a binary file; give a UTF-8 text file or a .pdf")
     try:
@@ -77,17 +88,26 @@ def _plain_text(path: Path) -> str:
         raise InputError(f"{path} is not UTF-8 text (byte {exc.start}); save it as UTF-8, or give a .pdf") from exc
 
 
-def _pdf_text(path: Path) -> str:
+def _pdf_text(path: Path, data: bytes) -> str:
     try:
         import pypdf
     except ImportError as exc:
         raise InputError(f"reading {path} needs pypdf; run `pip install 'qkv[cli]'`") from exc
+    log = logging.getLogger("pypdf")
+    level = log.level
+    log.setLevel(logging.CRITICAL)  # what it cannot read becomes the error below, in one line
     try:
-        return "\n\n".join(page.extract_text() for page in pypdf.PdfReader(path).pages)
+        pages = [page.extract_text() for page in pypdf.PdfReader(io.BytesIO(data)).pages]
     # A damaged file makes pypdf raise nearly anything.
     except Exception as exc:
         reason = " ".join(str(exc).split()) or type(exc).__name__
         raise InputError(f"cannot read {path} as a PDF: {reason}") from exc
+    finally:
+        log.setLevel(level)
+    empty = [str(number) for number, page in enumerate(pages, 1) if not page.strip()]
+    if 0 < len(empty) < len(pages):
+        warnings.warn(f"{path}: no text on page {', '.join(empty)} of {len(pages)}; a scan needs OCR", stacklevel=3)
+    return "\n\n".join(pages)
 
 
 def demo_document() -> tuple[str, list[tuple[str, str]]]:

@@ -62,8 +62,8 @@ class KVManager:
             ("tail_tokens", self.tail_tokens, 0),
             ("num_blocks", 1 if num_blocks is None else num_blocks, 1),
         ):
-            if value < least:
-                raise ShapeError(f"{name}: got {value}, wanted at least {least}")
+            if not isinstance(value, int) or value < least:
+                raise ShapeError(f"{name}: got {value!r}, wanted a whole number of at least {least}")
         self.num_layers = num_layers
         self._pool = BlockPool(num_blocks)
         self._tier = DeviceTier(num_layers)

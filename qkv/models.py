@@ -132,7 +132,7 @@ def load(name_or_path: str | Path, dtype: Any = "auto", progress: Progress | Non
                 folder, dtype=wanted, local_files_only=True, output_loading_info=True
             )
         except Exception as exc:
-            raise ModelNotFound(f"transformers cannot load {folder}: {_first_line(exc)}") from exc
+            raise ModelNotFound(f"transformers cannot load {folder}: {_one_line(exc)}") from exc
     if missing := sorted(report["missing_keys"]):
         raise ModelNotFound(f"{folder} lacks {len(missing)} of the model's weights, such as {missing[0]}")
     return model.eval(), tokenizer
@@ -141,6 +141,8 @@ def load(name_or_path: str | Path, dtype: Any = "auto", progress: Progress | Non
 def _locate(name_or_path: str | Path, progress: Progress) -> Path:
     if str(name_or_path) in _REGISTRY:
         return fetch(str(name_or_path), progress)
+    if not str(name_or_path).strip():
+        raise ModelNotFound(f"no model is named ''; give a folder, a .gguf file or one of: {', '.join(_REGISTRY)}")
     path = Path(name_or_path).expanduser()
     if path.is_file() and path.suffix.lower() == ".gguf":
         return _converted(path, progress)
@@ -238,7 +240,7 @@ def _from_hub(info: ModelInfo, out: Path, why: ModelNotFound) -> tuple[str, str]
             raise OSError("no safetensors file in it")
         digest = _sha256(weights, _ignore)
     except Exception as exc:
-        raise ModelNotFound(f"{why}; and the hub's {info.hub_id} cannot be had: {_first_line(exc)}") from exc
+        raise ModelNotFound(f"{why}; and the hub's {info.hub_id} cannot be had: {_one_line(exc)}") from exc
     shutil.rmtree(out / ".cache", ignore_errors=True)
     return f"hub:{info.hub_id}", digest
 
@@ -272,7 +274,7 @@ def _convert(gguf: Path, out: Path, progress: Progress) -> None:
             model.save_pretrained(out)
             tokenizer.save_pretrained(out)
         except Exception as exc:
-            raise ModelNotFound(f"transformers cannot convert {gguf.name}: {_first_line(exc)}") from exc
+            raise ModelNotFound(f"transformers cannot convert {gguf.name}: {_one_line(exc)}") from exc
 
 
 def _counted(tensors: Any, progress: Progress) -> Iterator[Any]:
@@ -338,9 +340,9 @@ def _quiet_and_offline() -> Iterator[None]:
             os.environ["HF_HUB_OFFLINE"] = offline
 
 
-def _first_line(exc: BaseException) -> str:
-    lines = [line.strip() for line in str(exc).splitlines() if line.strip()]
-    return f"{type(exc).__name__}: {lines[0] if lines else 'no message'}"
+def _one_line(exc: BaseException) -> str:
+    text = " ".join(str(exc).split())
+    return f"{type(exc).__name__}: {text[:300] or 'no message'}"
 
 
 def _ignore(stage: str, done: int, total: int) -> None:

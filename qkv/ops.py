@@ -60,7 +60,7 @@ def attend(
     check_like("q", q, layer.dtype, layer.device)
     if q.shape[0] % layer.kv_heads:
         raise ShapeError(f"q: got {q.shape[0]} query heads, wanted a multiple of the {layer.kv_heads} KV heads")
-    if q.shape[1] > view.tokens:
+    if (options.causal or options.window is not None) and q.shape[1] > view.tokens:
         raise ShapeError(
             f"q: got {q.shape[1]} queries over {view.tokens} tokens; append their K and V, or pass them along"
         )

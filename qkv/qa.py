@@ -23,7 +23,11 @@ _MARK = "\u241fquestion\u241f"
 
 @dataclass(frozen=True)
 class Answer:
-    """One question's row of `qkv qa --json` (design.md section 10)."""
+    """One question's row of `qkv qa --json` (design.md section 10).
+
+    kv_bytes are those of the question's own sequence: records, sink and tail. The copy of sink and tail that the
+    document keeps for the next question is not in it. kv_bytes_exact: the same tokens in the model's dtype.
+    """
 
     question: str
     answer: str
@@ -64,7 +68,7 @@ class DocumentQA:
         before, self._suffix = self._prompt(document)
         ids = self._ids(before)
         self.prefix_tokens = ids.shape[1]
-        self._hold_to_context(self.prefix_tokens, "the document")
+        self._hold_to_context(self.prefix_tokens + self.max_new_tokens, "document and answer")
         self.cache = QKVCache(self.model.config, self.format)
         began = time.perf_counter()
         with _layer_progress(self.model, on_progress):
@@ -72,21 +76,27 @@ class DocumentQA:
         self._prefix_seconds = time.perf_counter() - began
         self._reused = 0
 
-    def ask(self, question: str, on_text: Callable[[str], None] = lambda text: None, *, last: bool = False) -> Answer:
-        """Answer one question. `last` uses the document's cache itself, which cannot be asked again."""
+    def check(self, question: str) -> int:
+        """Tokens of document and question. Raises InputError for an empty question or one that does not fit."""
         if not question.strip():
             raise InputError("question: got no text, wanted at least one word")
+        tokens = self.prefix_tokens + self._question_ids(question).shape[1]
+        self._hold_to_context(tokens + self.max_new_tokens, "document, question and answer")
+        return tokens
+
+    def ask(self, question: str, on_text: Callable[[str], None] = lambda text: None, *, last: bool = False) -> Answer:
+        """Answer one question. `last` uses the document's cache itself, which cannot be asked again."""
         assert self.cache is not None, "read a document first"
+        prompt_tokens = self.check(question)
         ids = self._question_ids(question)
-        prompt_tokens = self.prefix_tokens + ids.shape[1]
-        self._hold_to_context(prompt_tokens + self.max_new_tokens, "document, question and answer")
+        kept = 0 if last else self.cache.memory().exact
         cache = self.cache if last else self.cache.fork()
         began = time.perf_counter()
         token = int(self._forward(ids, cache)[0, -1].argmax())
         first = time.perf_counter()
         made = self._decode(token, cache, on_text)
         seconds = time.perf_counter() - first
-        memory = cache.memory()
+        held = cache.memory().total - kept
         exact = self._exact_bytes_per_token() * cache.get_seq_length()
         answer = Answer(
             question=question,
@@ -94,9 +104,9 @@ class DocumentQA:
             format=self.format.id,
             model=self.name,
             prompt_tokens=prompt_tokens,
-            kv_bytes=memory.total,
+            kv_bytes=held,
             kv_bytes_exact=exact,
-            bits_per_value=memory.total / exact * self.model.dtype.itemsize * 8,
+            bits_per_value=held / exact * self.model.dtype.itemsize * 8,
             ttft_s=first - began + (0.0 if self._reused else self._prefix_seconds),
             decode_tokens_per_s=(len(made) - 1) / seconds if len(made) > 1 else 0.0,
             prefix_tokens_reused=self._reused,
@@ -163,8 +173,8 @@ class DocumentQA:
         limit = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
         if limit is not None and tokens > limit:
             raise InputError(
-                f"{what}: got {tokens} tokens, wanted at most {limit}, the context of {self.name}; "
-                "shorten the document or choose a --model with a longer context"
+                f"{what}: got {tokens} tokens ({self.max_new_tokens} of them for the answer), wanted at most {limit}, "
+                f"the context of {self.name}; shorten the text, lower --max-new-tokens or choose another --model"
             )
 
     def _exact_bytes_per_token(self) -> int:

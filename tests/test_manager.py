@@ -251,8 +251,8 @@ def test_wrong_use_is_refused() -> None:
     fresh = KVManager(1)
     with pytest.raises(ShapeError, match="nothing appended yet"):
         fresh.attend(fresh.open(), 0, torch.randn(2, 1, 64), OPTIONS)
-    for options in ({"sink_tokens": -1}, {"tail_tokens": -1}, {"num_blocks": 0}):
-        with pytest.raises(ShapeError, match="wanted at least"):
+    for options in ({"sink_tokens": -1}, {"tail_tokens": 1.5}, {"num_blocks": 0}):
+        with pytest.raises(ShapeError, match="wanted a whole number of at least"):
             KVManager(1, **options)
     with pytest.raises(ShapeError, match="num_layers"):
         KVManager(0)

@@ -39,9 +39,11 @@ class QKVLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is untype
             raise UnsupportedModel(
                 f"keys {list(k.shape)} and values {list(v.shape)} differ in shape; use transformers' own cache for it"
             )
+        self.rows.begin(self.index)
         self.settle()
         self.lazy_initialization(k)
         self.pending = (k, v)
+        self.rows.waiting[self.index] = k.shape[2]
         shape = (k.shape[0], k.shape[1], self.get_seq_length(), k.shape[3])
         return KVHandle(self, shape, k, lambda: self._dequantised(0)), KVHandle(
             self, shape, v, lambda: self._dequantised(1)
@@ -51,10 +53,12 @@ class QKVLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is untype
         """Append the pending step; `new` bool [B, T] says which of it are tokens (None: all)."""
         assert self.pending is not None
         k, v = self.pending
+        self.pending, self.rows.broken = None, True
+        self.rows.waiting.pop(self.index, None)
         for row, sequence in enumerate(self.rows.sequences):
             keep = slice(None) if new is None else new[row].to(k.device)
             self.rows.manager.append(sequence, self.index, k[row][:, keep], v[row][:, keep])
-        self.pending = None
+        self.rows.broken = False
         self.rows.advance(self.index, new, k.shape[2])
 
     def settle(self) -> None:

@@ -18,6 +18,8 @@ class Rows:
         self.manager = manager
         self.sequences: list[Sequence] = []
         self.widths = [0] * manager.num_layers
+        self.waiting: dict[int, int] = {}  # layer -> positions that its update has taken and no attention has committed
+        self.broken = False  # a step failed half way: some layer or row misses tokens that others have
         self.valid: torch.Tensor | None = None  # bool [B, max(widths)] on the CPU; None: no padding anywhere
 
     def open(self, count: int) -> None:
@@ -29,12 +31,25 @@ class Rows:
                 f"batch: got {count} rows, wanted the {len(self.sequences)} of this cache; use one cache a batch"
             )
 
+    def begin(self, layer: int) -> None:
+        """Before a layer takes a step. Raises ShapeError if an earlier step never reached every layer and row."""
+        reached = {width + self.waiting.get(index, 0) for index, width in enumerate(self.widths)}
+        if self.broken or (layer == 0 and len(reached) > 1):
+            raise ShapeError(
+                f"cache: an earlier step failed half way, layers hold {min(reached)} to {max(reached)} tokens; "
+                "reset() it and start again"
+            )
+
     def step_mask(self, layer: int, mask: torch.Tensor | None, tokens: int) -> torch.Tensor | None:
         """The new part, bool [B, tokens], of a 2-D padding mask over stored and new tokens; None: all are tokens.
 
         Raises ShapeError if the mask takes back, or adds, a token that is stored.
         """
         if mask is None:
+            if self.valid is not None and not bool(self.valid[:, : self.widths[layer]].all()):
+                raise ShapeError(
+                    "attention_mask: got none, or ones only, but this cache was begun with padding; pass it on"
+                )
             return None
         width = self.widths[layer]
         mask = mask.to("cpu", torch.bool)[:, -(width + tokens) :]
@@ -75,11 +90,21 @@ class Rows:
         if self.valid is not None:
             self.valid = self.valid[:, :width]
 
-    def select(self, indices: list[int]) -> None:
-        """Row i becomes what row indices[i] was; records are shared, never copied."""
+    def select(self, indices: torch.Tensor) -> None:
+        """Row i becomes what row indices[i] was (or the rows that a bool mask picks); records are shared, never copied.
+
+        Raises ShapeError for rows that do not exist, or for none.
+        """
+        have = torch.arange(len(self.sequences))
+        try:
+            order = have[indices.to("cpu")].tolist()
+        except IndexError as error:
+            raise ShapeError(f"rows: got {indices.tolist()}, wanted rows of the {len(have)} in this cache") from error
+        if not order:
+            raise ShapeError("rows: got no row, wanted at least one; reset() the cache to empty it")
         taken: set[int] = set()
         chosen = []
-        for index in indices:
+        for index in order:
             source = self.sequences[index]
             chosen.append(self.manager.fork(source) if index in taken else source)
             taken.add(index)
@@ -88,7 +113,7 @@ class Rows:
                 self.manager.close(sequence)
         self.sequences = chosen
         if self.valid is not None:
-            self.valid = self.valid[indices]
+            self.valid = self.valid[order]
 
     def fork(self) -> "Rows":
         """The same rows once more, sharing every record."""
@@ -102,6 +127,7 @@ class Rows:
         for sequence in self.sequences:
             self.manager.close(sequence)
         self.sequences, self.widths, self.valid = [], [0] * len(self.widths), None
+        self.waiting, self.broken = {}, False
 
     def dense(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Dequantised k, v [B, H, width, D] as transformers pads them, zeros where padding was. Allocates it all."""

@@ -24,7 +24,7 @@ from qkv.backends.rows import Rows
 from qkv.errors import ShapeError, UnsupportedModel
 from qkv.formats import get_format
 from qkv.manager import KVManager, Memory
-from qkv.spec import Format
+from qkv.spec import Format, LayerSpec, RecordLayout
 
 NAME = "qkv"
 _V4 = transformers.__version__.startswith("4.")
@@ -48,6 +48,7 @@ class QKVCache(Cache):  # type: ignore[misc]  # transformers is untyped here
     sliding      "exact": sliding-window layers stay with transformers, which drops what the window has passed;
                  "quantised": they go into blocks too, full length, the window applied in attention;
                  "auto": "exact" if the model has full-attention layers as well, else "quantised"
+    Padding is not stored, so a sliding window counts tokens; transformers counts padding inside a row too.
     Layers of other kinds (linear attention, MLA) stay with transformers; `report()` says which and why.
     Raises FormatError, ShapeError, UnsupportedModel.
     """
@@ -68,6 +69,8 @@ class QKVCache(Cache):  # type: ignore[misc]  # transformers is untyped here
         chosen = get_format(format)
         if k_format or v_format:
             chosen = get_format(f"{k_format or chosen.k.id}/{v_format or chosen.v.id}")
+        if not hasattr(config, "get_text_config"):
+            raise ShapeError(f"config: got {type(config).__name__}, wanted the model's config; pass model.config")
         layers = DynamicCache(config=config).layers
         served, self._reasons = _served(config, layers, sliding)
         if not served:
@@ -75,6 +78,7 @@ class QKVCache(Cache):  # type: ignore[misc]  # transformers is untyped here
                 "no attention layer that qkv serves; " + "; ".join(sorted(set(self._reasons.values())))
             )
         self.manager = KVManager(len(served), chosen, sink_tokens=sink_tokens, tail_tokens=tail_tokens)
+        _hold_to_format(config, chosen)
         self.rows = Rows(self.manager)
         for index, layer in enumerate(served):
             layers[layer] = QKVLayer(self.rows, index)
@@ -117,28 +121,31 @@ class QKVCache(Cache):  # type: ignore[misc]  # transformers is untyped here
         """Negative: remove -n tokens. Positive: keep n (as before 5.20). 0: as the installed transformers does."""
         self._settle()
         have = min(self.rows.widths)
+        if n < -have:
+            raise ShapeError(f"crop: got {n}, wanted at least {-have}; the cache holds {have} tokens")
+        # first, because a sliding layer that has dropped what it would need refuses; then nothing has changed
+        self._others("crop", n if n <= 0 or _V4 else min(0, n - have))
         if n < 0 or (n == 0 and _V4):
             self.rows.crop(have + n if n else 0)
         elif n:
             self.rows.crop(min(n, have))  # a length beyond the cache is a no-op there
-        self._others("crop", n if n <= 0 or _V4 else min(0, n - have))
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         """Beam search: row i becomes row beam_idx[i]. Records are shared."""
         self._settle()
-        self.rows.select(beam_idx.tolist())
+        self.rows.select(beam_idx)
         self._others("reorder_cache", beam_idx)
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
         """Keep these rows, in this order. Records are shared."""
         self._settle()
-        self.rows.select(indices.tolist())
+        self.rows.select(indices)
         self._others("batch_select_indices", indices)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Each row `repeats` times. Records are shared."""
         self._settle()
-        self.rows.select([row for row in range(len(self.rows.sequences)) for _ in range(repeats)])
+        self.rows.select(torch.arange(len(self.rows.sequences)).repeat_interleave(repeats))
         self._others("batch_repeat_interleave", repeats)
 
     def reset(self) -> None:
@@ -164,6 +171,8 @@ class QKVCache(Cache):  # type: ignore[misc]  # transformers is untyped here
 def _served(config: Any, layers: list[Any], sliding: str) -> tuple[list[int], dict[int, str]]:
     """Which layers qkv takes, and a reason for each that it leaves (or takes on request)."""
     text = config.get_text_config(decoder=True)
+    if getattr(text, "num_kv_shared_layers", None):
+        raise UnsupportedModel(f"{text.model_type} shares K and V between layers; use transformers' own cache")
     if _V4 and (foreign := _states_of_its_own(text)):
         raise UnsupportedModel(f"{text.model_type} {foreign}; transformers 5 has a cache that qkv can share with it")
     latent = getattr(text, "kv_lora_rank", None) is not None
@@ -182,6 +191,13 @@ def _served(config: Any, layers: list[Any], sliding: str) -> tuple[list[int], di
         else:
             reasons[index] = f"{type(layer).__name__}: not a plain attention layer"
     return served, reasons
+
+
+def _hold_to_format(config: Any, format: Format) -> None:
+    """Raises FormatError now, not at the first token, if the config's head_dim does not suit the format."""
+    text = config.get_text_config(decoder=True)
+    head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    RecordLayout(format, LayerSpec(1, head_dim, torch.float16))
 
 
 def _states_of_its_own(text: Any) -> str | None:
@@ -207,4 +223,4 @@ def cache_argument(model: Any) -> str:
 
 
 AttentionInterface.register(NAME, attention.qkv_attention)
-AttentionMaskInterface.register(NAME, attention.padding_mask)
+AttentionMaskInterface.register(NAME, attention.mask_for_qkv)
