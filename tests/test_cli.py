@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from qkv import cli
+
 COMMAND = [sys.executable, "-c", "from qkv.cli import main; main()"]
 
 
@@ -50,7 +52,10 @@ def test_doctor_names_a_kernel_for_every_op() -> None:
     [
         (("--format", "kivi5"), "kivi4"),
         (("--k-format", "nf9"), "kivi4"),
+        (("--v-format", "nf9"), "got 'nf9'"),
         (("--model", "no/such/model"), "no/such/model"),
+        (("--model", "[/b]"), "[/b]"),
+        (("--model", ""), "give a folder"),
     ],
 )
 def test_bad_options_are_one_line(tmp_path: Path, words: tuple[str, ...], says: str) -> None:
@@ -68,6 +73,17 @@ def test_bad_documents_are_one_line(tmp_path: Path) -> None:
     assert "question" in one_line_error(qkv("qa", str(tmp_path / "a.txt"), " "))
 
 
-@pytest.mark.parametrize("budget", ["0GiB", "-1GiB", "lots", "3XB", ""])
+@pytest.mark.parametrize("budget", ["0GiB", "-1GiB", "lots", "3XB", "", "nan", "inf", "infGiB", "1e400"])
 def test_bad_budget_is_one_line(budget: str) -> None:
     assert "budget" in one_line_error(qkv("doctor", "--budget", budget))
+
+
+def test_text_of_users_and_models_is_not_markup(capsys: pytest.CaptureFixture[str]) -> None:
+    row = {
+        "question": "What is [/b]?", "answer": "[yyyy]", "answer_exact": "[red]", "kl": 0.1, "ttft_s": 1.0,
+        "decode_tokens_per_s": 1.0, "format": "kivi4", "prompt_tokens": 9, "kv_bytes": 1, "kv_bytes_exact": 2,
+        "bits_per_value": 8.0,
+    }  # fmt: skip
+    cli._print_answers([row])
+    shown = capsys.readouterr().out
+    assert all(text in shown for text in ("[/b]", "[yyyy]", "[red]"))

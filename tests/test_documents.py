@@ -48,6 +48,31 @@ def test_pdf_text_is_read(tmp_path):
     assert documents.read_document(tmp_path / "a.PDF").strip() == "The harbour opens at seven."
 
 
+def test_a_pdf_is_known_by_its_first_bytes(tmp_path):
+    pytest.importorskip("pypdf")
+    (tmp_path / "report.txt").write_bytes(pdf_bytes("The harbour opens at seven."))
+    assert documents.read_document(tmp_path / "report.txt").strip() == "The harbour opens at seven."
+
+
+def test_pages_without_text_are_named(tmp_path):
+    pypdf = pytest.importorskip("pypdf")
+    writer = pypdf.PdfWriter()
+    for text in ("First.", "", "Third."):
+        writer.append(io.BytesIO(pdf_bytes(text)))
+    writer.write(tmp_path / "part.pdf")
+    with pytest.warns(UserWarning, match="no text on page 2 of 3"):
+        text = documents.read_document(tmp_path / "part.pdf")
+    assert text.split() == ["First.", "Third."]
+
+
+def test_a_damaged_pdf_is_quiet_but_for_its_error(tmp_path, capfd):
+    pytest.importorskip("pypdf")
+    (tmp_path / "cut.pdf").write_bytes(pdf_bytes("The harbour opens at seven.")[:200])
+    with pytest.raises(InputError, match="as a PDF"):
+        documents.read_document(tmp_path / "cut.pdf")
+    assert capfd.readouterr() == ("", "")
+
+
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
@@ -56,6 +81,7 @@ def test_pdf_text_is_read(tmp_path):
         ("nul.txt", b"abc\0def", "is a binary file"),
         ("model.safetensors", b"\x10\0\0\0\0\0\0\0{}", "is a binary file"),
         ("latin1.txt", "grüße".encode("latin-1"), r"is not UTF-8 text \(byte 2\)"),
+        ("notepad.txt", "grüße".encode("utf-16"), "is UTF-16 text"),
         ("photo.jpg", b"\xff\xd8\xff\xe1", "is not UTF-8 text"),
         ("scan.pdf", pdf_bytes(""), "has no text in it"),
         ("broken.pdf", b"%PDF-1.4 and then nothing", "as a PDF"),

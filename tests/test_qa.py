@@ -9,11 +9,12 @@ from typing import Any
 import pytest
 import torch
 
-from qkv import models
-from qkv.doctor import examine, parse_bytes
+from qkv import KVManager, models
+from qkv.doctor import _cost, examine, parse_bytes
 from qkv.errors import InputError, ModelNotFound
 from qkv.formats import get_format
 from qkv.qa import DocumentQA, divergence
+from qkv.spec import LayerSpec, RecordLayout
 
 FACT = "One of the special magic numbers for harbour is: 7284613."
 TRADES = (
@@ -93,6 +94,27 @@ def test_reported_bytes_are_the_caches(smollm2: tuple[Any, Any]) -> None:
     tokens = run.cache.get_seq_length()
     assert answer.kv_bytes_exact == tokens * 30 * 2 * 3 * 64 * 4
     assert answer.bits_per_value == pytest.approx(answer.kv_bytes * 8 / (tokens * 30 * 2 * 3 * 64))
+
+
+def test_bytes_do_not_depend_on_a_questions_place(smollm2: tuple[Any, Any]) -> None:
+    run = reader(smollm2, "kivi4", max_new_tokens=4)
+    first, second = run.ask(QUESTION), run.ask(QUESTION, last=True)
+    assert first.answer == second.answer
+    assert (first.kv_bytes, first.bits_per_value) == (second.kv_bytes, second.bits_per_value)
+
+
+def test_the_longest_context_of_doctor_fits_token_by_token() -> None:
+    for name in ("exact", "kivi2", "kivi4", "int8"):
+        format = get_format(name)
+        layer = LayerSpec(3, 64, torch.float32)
+        for budget in (1_500_000, 3_000_000):
+            cost = _cost(format, RecordLayout(format, layer), 2, budget, None)
+            manager = KVManager(2, format)
+            sequence = manager.open()
+            for _ in range(cost.longest_context):
+                for at in range(2):
+                    manager.append(sequence, at, *torch.randn(2, 3, 1, 64))
+            assert 0 < manager.memory().total <= budget
 
 
 def test_a_document_beyond_the_context_is_refused_with_both_numbers(smollm2: tuple[Any, Any]) -> None:

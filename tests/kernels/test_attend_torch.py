@@ -108,15 +108,41 @@ def test_no_queries_and_no_keys() -> None:
     assert lse.shape == (4, 0)
 
 
+def run(q: torch.Tensor, view: KVView, **options: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    rules = AttendOptions(0.125, **options)  # type: ignore[arg-type]  # only booleans are passed
+    return attend_torch.attend(q, view, rules, lambda rows: unseal(rows, view.layout))
+
+
 def test_a_query_that_sees_nothing_is_zero() -> None:
-    view = view_of(sizes=(0, 0, 4, 0))
-    masked = attend_torch._visible(torch.arange(4), torch.full((4,), -1), AttendOptions(1.0))
-    assert not masked.any()
-    state = attend_torch._start(torch.randn(2, 1, 4, 64), AttendOptions(1.0))
-    piece = (view.tail[0], view.tail[1], masked)
-    attend_torch._accumulate(state, slice(0, 4), torch.randn(2, 1, 4, 64), piece, AttendOptions(1.0))
-    assert (state[1] == 0).all()
-    assert (state[2] == 0).all()
+    view = view_of(sizes=(0, 0, 0, 0))
+    out, lse = run(torch.randn(4, 3, 64), view, causal=False)
+    assert (out == 0).all()
+    assert torch.isneginf(lse).all()
+
+
+def test_nan_stays_visible() -> None:
+    view = view_of()
+    q = torch.randn(4, 2, 64)
+    q[1, 0, 5] = math.nan
+    out, lse = run(q, view)
+    assert torch.isnan(out[1, 0]).all()
+    assert torch.isnan(lse[1, 0])
+    assert torch.isfinite(out[[0, 2, 3]]).all()
+    assert torch.isfinite(out[1, 1]).all()
+
+
+@pytest.mark.parametrize("name", ["kivi2", "kivi4", "int8", "fp8_e4m3"])
+def test_the_largest_float16_values_stay_finite(name: str) -> None:
+    layout = RecordLayout(get_format(name), LayerSpec(1, 64, torch.float16))
+    largest = torch.finfo(torch.float16).max
+    v = torch.full((1, 1, BLOCK_TOKENS, 64), largest, dtype=torch.float16)
+    v[..., ::2] *= -1
+    none = torch.zeros(2, 1, 0, 64, dtype=torch.float16)
+    records = seal(torch.zeros_like(v), v, layout)
+    view = KVView(layout, records, torch.tensor([0]), torch.tensor([BLOCK_TOKENS]), none, none, none)
+    out, _ = run(torch.randn(1, 1, 64).half(), view)
+    assert torch.isfinite(out).all()
+    assert (out.abs() > 0.9 * largest).all()
 
 
 def test_dense_kv_exists_for_one_piece_only() -> None:
