@@ -1,6 +1,11 @@
 """The only door to kernels: `seal`, `unseal`, `attend`. Picks one implementation per call; `explain()` says why."""
 
+import functools
+import importlib
+import sys
+import threading
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -28,8 +33,36 @@ def explain() -> list[Choice]:
         Choice(
             "attend, first pass", "sdpa", "all keys exact; the reference if soft-cap, sinks or a log-sum-exp is asked"
         ),
-        Choice("attend, over records", "torch", "the reference: slower than exact; no fused kernel is built yet"),
+        _explain_attend(),
+        Choice("attend, over records, long prompts", "torch", "the reference: dense tiles, a few blocks at a time"),
     ]
+
+
+def _explain_attend() -> Choice:
+    kernel, why = _cpu_kernel()
+    if kernel is None:
+        return Choice("attend, over records", "torch", f"the reference, slower than exact: {why}")
+    return Choice("attend, over records", "numba", why)
+
+
+@functools.cache
+def _cpu_kernel() -> tuple[Any, str]:
+    """The fused CPU kernel's module and what it runs on, or None and why not. Imported at the first use."""
+    try:
+        kernel = importlib.import_module("qkv.kernels.attend_numba")
+    except ImportError as error:
+        return None, f"numba cannot be imported ({error}); pip install 'qkv[cpu]'"
+    return kernel, f"fused, on codes as they lie; {kernel.instructions()}"
+
+
+@functools.cache
+def _say_if_slow() -> threading.Timer:
+    """Says on stderr why the first call takes long, if it does: compiled code is kept on disk for the next process."""
+    text = "qkv: compiling the CPU kernels, once for this machine (about 10 s)"
+    timer = threading.Timer(2.0, print, (text,), {"file": sys.stderr, "flush": True})
+    timer.daemon = True
+    timer.start()
+    return timer
 
 
 def seal(k: torch.Tensor, v: torch.Tensor, layout: RecordLayout, out: torch.Tensor, block_ids: list[int]) -> None:
@@ -70,4 +103,10 @@ def attend(
         check(str(q.shape[0]), sinks=options.sinks)
     if not need_lse and q.shape[1] and attend_sdpa.refusal(q, view, options) is None:
         return attend_sdpa.attend(q, view, options), None
+    kernel, _ = _cpu_kernel() if layer.device.type == "cpu" else (None, "")
+    if kernel is not None and kernel.refusal(q, view) is None:
+        first_call = _say_if_slow()
+        out, lse = kernel.attend(q, view, options)
+        first_call.cancel()
+        return out, lse
     return attend_torch.attend(q, view, options, lambda rows: record.unseal(rows, view.layout))

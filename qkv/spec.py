@@ -166,6 +166,7 @@ class AttendOptions:
 
     window  a query sees keys less than `window` positions behind it; None: all
     sinks   [H*G] extra logits in the denominator only (gpt-oss `s_aux`); None: none
+    precise  kernels that round queries and softmax weights to integers keep them in float32 instead; slower
     """
 
     scale: float
@@ -173,6 +174,7 @@ class AttendOptions:
     window: int | None = None
     softcap: float | None = None
     sinks: torch.Tensor | None = None
+    precise: bool = False
 
 
 @dataclass(frozen=True)
