@@ -137,10 +137,10 @@ def attend(q: torch.Tensor, view: KVView, options: AttendOptions) -> tuple[torch
         run_tasks(own, items, scaled.data_ptr(), *sides, rules, state.ctypes.data, out.ctypes.data, work)
         del arrays  # held until here
 
-    if threads == 1:
-        run(0)
-    else:
-        list(_workers(threads).map(run, range(threads)))
+    others = [_workers(threads - 1).submit(run, index) for index in range(1, threads)]
+    run(0)
+    for other in others:
+        other.result()
     merged, lse = _merge(state, out, heads, options)
     made = torch.from_numpy(merged).view(query_heads, queries, dim).to(q.dtype)
     return made, torch.from_numpy(lse).view(query_heads, queries)
@@ -158,6 +158,10 @@ def _split(items: int, heads: int) -> tuple[np.ndarray[Any, Any], int]:
 def _merge(state: Any, out: Any, heads: int, options: AttendOptions) -> tuple[Any, Any]:
     """The pieces of each head as one: out [H, rows, D], log-sum-exp [H, rows]. A sink logit is a key of value zero."""
     rows, dim = out.shape[1:]
+    if options.sinks is None and len(state) == heads:
+        whole, safe = state[..., 1], np.where(state[..., 1] == 0, np.float32(1), state[..., 1])
+        with np.errstate(divide="ignore"):
+            return out / safe[..., None], state[..., 0] + np.log(whole)
     state, out = state.reshape(heads, -1, rows, 2), out.reshape(heads, -1, rows, dim)
     highest, total = state[..., 0], state[..., 1]
     top = highest.max(1)
