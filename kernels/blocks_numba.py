@@ -11,8 +11,8 @@ import numba
 import numpy as np
 
 from qkv.kernels.rows_llvm import (
-    add_exact,
-    dot_exact,
+    exact_outputs,
+    exact_scores,
     exp_below,
     fold_bytes,
     fold_floats,
@@ -208,34 +208,83 @@ def _outputs(side, part, out, work):
 
 
 @_jit
+def _exact_keys(q, address, tokens, scores, rows, work):
+    if rows == 1:
+        if work.dtype == 0:
+            exact_scores(q, address, tokens, work.dim, scores, 0, 1)
+        elif work.dtype == 1:
+            exact_scores(q, address, tokens, work.dim, scores, 1, 1)
+        else:
+            exact_scores(q, address, tokens, work.dim, scores, 2, 1)
+    elif rows == 2:
+        if work.dtype == 0:
+            exact_scores(q, address, tokens, work.dim, scores, 0, 2)
+        elif work.dtype == 1:
+            exact_scores(q, address, tokens, work.dim, scores, 1, 2)
+        else:
+            exact_scores(q, address, tokens, work.dim, scores, 2, 2)
+    elif rows == 3:
+        if work.dtype == 0:
+            exact_scores(q, address, tokens, work.dim, scores, 0, 3)
+        elif work.dtype == 1:
+            exact_scores(q, address, tokens, work.dim, scores, 1, 3)
+        else:
+            exact_scores(q, address, tokens, work.dim, scores, 2, 3)
+    else:
+        if work.dtype == 0:
+            exact_scores(q, address, tokens, work.dim, scores, 0, 4)
+        elif work.dtype == 1:
+            exact_scores(q, address, tokens, work.dim, scores, 1, 4)
+        else:
+            exact_scores(q, address, tokens, work.dim, scores, 2, 4)
+
+
+@_jit
+def _exact_values(scores, address, tokens, out, rows, work):
+    if rows == 1:
+        if work.dtype == 0:
+            exact_outputs(scores, address, tokens, work.dim, out, 0, 1)
+        elif work.dtype == 1:
+            exact_outputs(scores, address, tokens, work.dim, out, 1, 1)
+        else:
+            exact_outputs(scores, address, tokens, work.dim, out, 2, 1)
+    elif rows == 2:
+        if work.dtype == 0:
+            exact_outputs(scores, address, tokens, work.dim, out, 0, 2)
+        elif work.dtype == 1:
+            exact_outputs(scores, address, tokens, work.dim, out, 1, 2)
+        else:
+            exact_outputs(scores, address, tokens, work.dim, out, 2, 2)
+    elif rows == 3:
+        if work.dtype == 0:
+            exact_outputs(scores, address, tokens, work.dim, out, 0, 3)
+        elif work.dtype == 1:
+            exact_outputs(scores, address, tokens, work.dim, out, 1, 3)
+        else:
+            exact_outputs(scores, address, tokens, work.dim, out, 2, 3)
+    else:
+        if work.dtype == 0:
+            exact_outputs(scores, address, tokens, work.dim, out, 0, 4)
+        elif work.dtype == 1:
+            exact_outputs(scores, address, tokens, work.dim, out, 1, 4)
+        else:
+            exact_outputs(scores, address, tokens, work.dim, out, 2, 4)
+
+
+@_jit
 def _exact_scores(address, q, tokens, work):
-    dim, size = work.dim, work.dim * (4 if work.dtype == 2 else 2)
-    for token in range(tokens):
-        key = address + token * size
-        for row in range(work.rows):
-            query = q + 4 * dim * row
-            if work.dtype == 0:
-                score = dot_exact(query, key, dim, 0)
-            elif work.dtype == 1:
-                score = dot_exact(query, key, dim, 1)
-            else:
-                score = dot_exact(query, key, dim, 2)
-            put(work.scores, 128 * row + token, score)
+    """Scores [rows, 128] of exact keys [tokens, D]."""
+    for row in range(0, work.rows, MOST_QUERIES):
+        some = min(MOST_QUERIES, work.rows - row)
+        _exact_keys(q + 4 * work.dim * row, address, tokens, work.scores + 512 * row, some, work)
 
 
 @_jit
 def _exact_outputs(address, tokens, out, work):
-    dim, size = work.dim, work.dim * (4 if work.dtype == 2 else 2)
-    for token in range(tokens):
-        value = address + token * size
-        for row in range(work.rows):
-            weight, place = get(work.scores, 128 * row + token), out + 4 * dim * row
-            if work.dtype == 0:
-                add_exact(weight, value, dim, place, 0)
-            elif work.dtype == 1:
-                add_exact(weight, value, dim, place, 1)
-            else:
-                add_exact(weight, value, dim, place, 2)
+    """out [rows, D] += softmax weights in the scores' place times exact values [tokens, D]."""
+    for row in range(0, work.rows, MOST_QUERIES):
+        some = min(MOST_QUERIES, work.rows - row)
+        _exact_values(work.scores + 512 * row, address, tokens, out + 4 * work.dim * row, some, work)
 
 
 @_jit

@@ -317,38 +317,66 @@ def multiply_row(typingctx: Any, row: Any, other: Any, count: Any) -> Any:
 
 
 @intrinsic(prefer_literal=True)
-def dot_exact(typingctx: Any, values: Any, token: Any, count: Any, dtype: Any) -> Any:
-    """float32 values [count] . token [count] of `dtype`."""
-    signature = types.float32(_N, _N, _N, dtype)
+def exact_scores(typingctx: Any, q: Any, keys: Any, tokens: Any, count: Any, scores: Any, dtype: Any, rows: Any) -> Any:
+    """scores float32 [rows, 128]: q float32 [rows, count] . keys [tokens, count] of `dtype`, for the first `tokens`."""
+    many, kind = rows.literal_value, dtype.literal_value
+    signature = types.void(_N, _N, _N, _N, _N, dtype, rows)
 
     def generate(context: Any, b: Any, signature: Any, args: Any) -> Any:
-        values, token, count, _ = args
+        q, keys, tokens, count, scores, _, _ = args
+        pitch, size = b.mul(count, word(4)), b.mul(count, word(4 if kind == 2 else 2))
+        sources = [b.add(q, b.mul(pitch, word(row))) for row in range(many)]
 
-        def step(i: Any, carried: list[Any]) -> list[Any]:
-            key = load_widened(b, token, i, dtype.literal_value)
-            return [fma(b, b.load(_row(b, values, i), align=4), key, carried[0])]
+        def token(t: Any, carried: list[Any]) -> list[Any]:
+            address = b.add(keys, b.mul(t, size))
 
-        (total,) = loop(b, _sixteens(b, count), [every(0.0, VF)], step)
-        return total_of(b, total)
+            def step(i: Any, totals: list[Any]) -> list[Any]:
+                key = load_widened(b, address, i, kind)
+                return [
+                    fma(b, b.load(_row(b, source, i), align=4), key, total)
+                    for source, total in zip(sources, totals, strict=True)
+                ]
+
+            totals = loop(b, _sixteens(b, count), [every(0.0, VF)] * many, step)
+            for row, total in enumerate(totals):
+                b.store(total_of(b, total), at(b, scores, b.add(b.mul(t, word(4)), word(512 * row)), F32), align=4)
+            return []
+
+        loop(b, tokens, [], token)
+        return context.get_dummy_value()
 
     return signature, generate
 
 
 @intrinsic(prefer_literal=True)
-def add_exact(typingctx: Any, weight: Any, token: Any, count: Any, out: Any, dtype: Any) -> Any:
-    """out float32 [count] += weight * token [count] of `dtype`."""
-    signature = types.void(_F, _N, _N, _N, dtype)
+def exact_outputs(
+    typingctx: Any, scores: Any, values: Any, tokens: Any, count: Any, out: Any, dtype: Any, rows: Any
+) -> Any:
+    """out float32 [rows, count] += scores float32 [rows, 128] . values [tokens, count] of `dtype`."""
+    many, kind = rows.literal_value, dtype.literal_value
+    signature = types.void(_N, _N, _N, _N, _N, dtype, rows)
 
     def generate(context: Any, b: Any, signature: Any, args: Any) -> Any:
-        weight, token, count, out, _ = args
-        wide = broadcast(b, weight, VF)
+        scores, values, tokens, count, out, _, _ = args
+        pitch, size = b.mul(count, word(4)), b.mul(count, word(4 if kind == 2 else 2))
 
-        def step(i: Any, carried: list[Any]) -> list[Any]:
-            value = load_widened(b, token, i, dtype.literal_value)
-            b.store(fma(b, wide, value, b.load(_row(b, out, i), align=4)), _row(b, out, i), align=4)
+        def lanes(i: Any, carried: list[Any]) -> list[Any]:
+            places = [_row(b, b.add(out, b.mul(pitch, word(row))), i) for row in range(many)]
+
+            def token(t: Any, totals: list[Any]) -> list[Any]:
+                value = load_widened(b, b.add(values, b.mul(t, size)), i, kind)
+                made = []
+                for row, total in enumerate(totals):
+                    place = at(b, scores, b.add(b.mul(t, word(4)), word(512 * row)), F32)
+                    made.append(fma(b, broadcast(b, b.load(place, align=4), VF), value, total))
+                return made
+
+            totals = loop(b, tokens, [b.load(place, align=4) for place in places], token)
+            for place, total in zip(places, totals, strict=True):
+                b.store(total, place, align=4)
             return []
 
-        loop(b, _sixteens(b, count), [], step)
+        loop(b, _sixteens(b, count), [], lanes)
         return context.get_dummy_value()
 
     return signature, generate
