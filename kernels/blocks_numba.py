@@ -73,13 +73,7 @@ def _read_meta(side, part, index, count, work):
     """Factor and offset of group `index` of a side, offsets measured from the middle code."""
     place = index * count * (4 if work.dtype == 2 else 2)
     scale, zero = part + side.scale + place, part + side.zero + place if side.scheme == AFFINE else 0
-    offset, middle = work.meta + 4 * work.width, np.float32(side.middle)
-    if work.dtype == 0:
-        read_meta(scale, zero, count, middle, work.meta, offset, 0)
-    elif work.dtype == 1:
-        read_meta(scale, zero, count, middle, work.meta, offset, 1)
-    else:
-        read_meta(scale, zero, count, middle, work.meta, offset, 2)
+    read_meta(scale, zero, count, np.float32(side.middle), work.meta, work.meta + 4 * work.width, work.dtype)
 
 
 @_jit
@@ -94,71 +88,7 @@ def _fold(side, values, pitch, count, work):
     for row in range(0, work.rows, MOST_QUERIES):
         source, weights, ends = values + pitch * row, work.weights + 2 * width * row, work.ends + 8 * row
         some = min(MOST_QUERIES, work.rows - row)
-        if some == 1:
-            fold_bytes(source, pitch, work.meta, count, weights, width, middle, ends, 1)
-        elif some == 2:
-            fold_bytes(source, pitch, work.meta, count, weights, width, middle, ends, 2)
-        elif some == 3:
-            fold_bytes(source, pitch, work.meta, count, weights, width, middle, ends, 3)
-        else:
-            fold_bytes(source, pitch, work.meta, count, weights, width, middle, ends, 4)
-
-
-@_jit
-def _tiles(codes, columns, weights, stride, ends, out, pitch, bits, rows, add):
-    """`tile_row` for the bits and rows that there are."""
-    if bits == 2:
-        if rows == 1:
-            tile_row(codes, columns, weights, stride, ends, out, pitch, 2, 1, add)
-        elif rows == 2:
-            tile_row(codes, columns, weights, stride, ends, out, pitch, 2, 2, add)
-        elif rows == 3:
-            tile_row(codes, columns, weights, stride, ends, out, pitch, 2, 3, add)
-        else:
-            tile_row(codes, columns, weights, stride, ends, out, pitch, 2, 4, add)
-    elif bits == 4:
-        if rows == 1:
-            tile_row(codes, columns, weights, stride, ends, out, pitch, 4, 1, add)
-        elif rows == 2:
-            tile_row(codes, columns, weights, stride, ends, out, pitch, 4, 2, add)
-        elif rows == 3:
-            tile_row(codes, columns, weights, stride, ends, out, pitch, 4, 3, add)
-        else:
-            tile_row(codes, columns, weights, stride, ends, out, pitch, 4, 4, add)
-    elif bits == 12:
-        if rows == 1:
-            tile_row(codes, columns, weights, stride, ends, out, pitch, 12, 1, add)
-        elif rows == 2:
-            tile_row(codes, columns, weights, stride, ends, out, pitch, 12, 2, add)
-        elif rows == 3:
-            tile_row(codes, columns, weights, stride, ends, out, pitch, 12, 3, add)
-        else:
-            tile_row(codes, columns, weights, stride, ends, out, pitch, 12, 4, add)
-    elif rows == 1:
-        tile_row(codes, columns, weights, stride, ends, out, pitch, 8, 1, add)
-    elif rows == 2:
-        tile_row(codes, columns, weights, stride, ends, out, pitch, 8, 2, add)
-    elif rows == 3:
-        tile_row(codes, columns, weights, stride, ends, out, pitch, 8, 3, add)
-    else:
-        tile_row(codes, columns, weights, stride, ends, out, pitch, 8, 4, add)
-
-
-@_jit
-def _tiles_float(codes, columns, weights, ends, out, bits, kind, add):
-    """`tile_row_float` for the bits and kinds that there are."""
-    if kind == 1:
-        tile_row_float(codes, columns, weights, ends, out, 8, 1, add)
-    elif kind == 2:
-        tile_row_float(codes, columns, weights, ends, out, 8, 2, add)
-    elif bits == 2:
-        tile_row_float(codes, columns, weights, ends, out, 2, 0, add)
-    elif bits == 4:
-        tile_row_float(codes, columns, weights, ends, out, 4, 0, add)
-    elif bits == 12:
-        tile_row_float(codes, columns, weights, ends, out, 12, 0, add)
-    else:
-        tile_row_float(codes, columns, weights, ends, out, 8, 0, add)
+        fold_bytes(source, pitch, work.meta, count, weights, width, middle, ends, some)
 
 
 @_jit
@@ -170,12 +100,12 @@ def _lane_group(side, part, group, count, out, pitch, work, add):
     if work.precise:
         for row in range(work.rows):
             weights, ends = work.folded + 4 * work.width * row, work.ends + 8 * row
-            _tiles_float(codes, columns, weights, ends, out + pitch * row, side.bits, side.kind, add)
+            tile_row_float(codes, columns, weights, ends, out + pitch * row, side.bits, side.kind, add)
         return
     for row in range(0, work.rows, MOST_QUERIES):
         weights, ends = work.weights + 2 * work.width * row, work.ends + 8 * row
         some = min(MOST_QUERIES, work.rows - row)
-        _tiles(codes, columns, weights, work.width, ends, out + pitch * row, pitch, side.bits, some, add)
+        tile_row(codes, columns, weights, work.width, ends, out + pitch * row, pitch, side.bits, some, add)
 
 
 @_jit
@@ -190,7 +120,7 @@ def _scores(side, part, q, work):
                 put(work.meta, work.width + i, np.float32(0))
         _fold(side, q, 4 * work.dim, work.dim, work)
         for group in range(index * side.group // 16, (index + 1) * side.group // 16):
-            _lane_group(side, part, group, work.dim, work.scores + 64 * group, 512, work, 0)
+            _lane_group(side, part, group, work.dim, work.scores + 64 * group, 512, work, False)
     if side.scheme == SCALED:
         _read_meta(side, part, 0, 128, work)
         for row in range(work.rows):
@@ -204,71 +134,7 @@ def _outputs(side, part, out, work):
         _read_meta(side, part, index, 128, work)
         _fold(side, work.scores, 512, 128, work)
         for group in range(index * side.group // 16, min((index + 1) * side.group, work.dim) // 16):
-            _lane_group(side, part, group, 128, out + 64 * group, 4 * work.dim, work, 1)
-
-
-@_jit
-def _exact_keys(q, address, tokens, scores, rows, work):
-    if rows == 1:
-        if work.dtype == 0:
-            exact_scores(q, address, tokens, work.dim, scores, 0, 1)
-        elif work.dtype == 1:
-            exact_scores(q, address, tokens, work.dim, scores, 1, 1)
-        else:
-            exact_scores(q, address, tokens, work.dim, scores, 2, 1)
-    elif rows == 2:
-        if work.dtype == 0:
-            exact_scores(q, address, tokens, work.dim, scores, 0, 2)
-        elif work.dtype == 1:
-            exact_scores(q, address, tokens, work.dim, scores, 1, 2)
-        else:
-            exact_scores(q, address, tokens, work.dim, scores, 2, 2)
-    elif rows == 3:
-        if work.dtype == 0:
-            exact_scores(q, address, tokens, work.dim, scores, 0, 3)
-        elif work.dtype == 1:
-            exact_scores(q, address, tokens, work.dim, scores, 1, 3)
-        else:
-            exact_scores(q, address, tokens, work.dim, scores, 2, 3)
-    else:
-        if work.dtype == 0:
-            exact_scores(q, address, tokens, work.dim, scores, 0, 4)
-        elif work.dtype == 1:
-            exact_scores(q, address, tokens, work.dim, scores, 1, 4)
-        else:
-            exact_scores(q, address, tokens, work.dim, scores, 2, 4)
-
-
-@_jit
-def _exact_values(scores, address, tokens, out, rows, work):
-    if rows == 1:
-        if work.dtype == 0:
-            exact_outputs(scores, address, tokens, work.dim, out, 0, 1)
-        elif work.dtype == 1:
-            exact_outputs(scores, address, tokens, work.dim, out, 1, 1)
-        else:
-            exact_outputs(scores, address, tokens, work.dim, out, 2, 1)
-    elif rows == 2:
-        if work.dtype == 0:
-            exact_outputs(scores, address, tokens, work.dim, out, 0, 2)
-        elif work.dtype == 1:
-            exact_outputs(scores, address, tokens, work.dim, out, 1, 2)
-        else:
-            exact_outputs(scores, address, tokens, work.dim, out, 2, 2)
-    elif rows == 3:
-        if work.dtype == 0:
-            exact_outputs(scores, address, tokens, work.dim, out, 0, 3)
-        elif work.dtype == 1:
-            exact_outputs(scores, address, tokens, work.dim, out, 1, 3)
-        else:
-            exact_outputs(scores, address, tokens, work.dim, out, 2, 3)
-    else:
-        if work.dtype == 0:
-            exact_outputs(scores, address, tokens, work.dim, out, 0, 4)
-        elif work.dtype == 1:
-            exact_outputs(scores, address, tokens, work.dim, out, 1, 4)
-        else:
-            exact_outputs(scores, address, tokens, work.dim, out, 2, 4)
+            _lane_group(side, part, group, 128, out + 64 * group, 4 * work.dim, work, True)
 
 
 @_jit
@@ -276,7 +142,7 @@ def _exact_scores(address, q, tokens, work):
     """Scores [rows, 128] of exact keys [tokens, D]."""
     for row in range(0, work.rows, MOST_QUERIES):
         some = min(MOST_QUERIES, work.rows - row)
-        _exact_keys(q + 4 * work.dim * row, address, tokens, work.scores + 512 * row, some, work)
+        exact_scores(q + 4 * work.dim * row, address, tokens, work.dim, work.scores + 512 * row, work.dtype, some)
 
 
 @_jit
@@ -284,7 +150,7 @@ def _exact_outputs(address, tokens, out, work):
     """out [rows, D] += softmax weights in the scores' place times exact values [tokens, D]."""
     for row in range(0, work.rows, MOST_QUERIES):
         some = min(MOST_QUERIES, work.rows - row)
-        _exact_values(work.scores + 512 * row, address, tokens, out + 4 * work.dim * row, some, work)
+        exact_outputs(work.scores + 512 * row, address, tokens, work.dim, out + 4 * work.dim * row, work.dtype, some)
 
 
 @_jit

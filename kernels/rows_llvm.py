@@ -3,6 +3,7 @@
 Arguments are addresses; `count` is a multiple of 16 everywhere.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 from llvmlite import ir
@@ -21,6 +22,7 @@ from qkv.kernels.vectors_llvm import (
     at,
     broadcast,
     call,
+    choose,
     every,
     fma,
     load_widened,
@@ -30,6 +32,8 @@ from qkv.kernels.vectors_llvm import (
 )  # fmt: skip
 
 _N, _F = types.intp, types.float32
+DTYPES = (0, 1, 2)  # of `load_widened`
+ROWS = (1, 2, 3, 4)
 
 
 def _sixteens(b: Any, count: Any) -> Any:
@@ -84,28 +88,31 @@ def prefetch(typingctx: Any, address: Any, size: Any) -> Any:
     return signature, generate
 
 
-@intrinsic(prefer_literal=True)
+@intrinsic
 def read_meta(
     typingctx: Any, scale: Any, zero: Any, count: Any, middle: Any, factor: Any, offset: Any, dtype: Any
 ) -> Any:
     """factor = scale, offset = zero + middle * scale, float32; `zero` 0: offset = 0. dtype as in `load_widened`."""
-    signature = types.void(_N, _N, _N, _F, _N, _N, dtype)
+    signature = types.void(_N, _N, _N, _F, _N, _N, _N)
 
     def generate(context: Any, b: Any, signature: Any, args: Any) -> Any:
-        scale, zero, count, middle, factor, offset, _ = args
+        scale, zero, count, middle, factor, offset, dtype = args
         grouped = b.icmp_signed("!=", zero, word(0))
         # without a zero the scales stand in for it, so that the load is of real memory
         source = b.select(grouped, zero, scale)
         mid = broadcast(b, middle, VF)
 
-        def step(i: Any, carried: list[Any]) -> list[Any]:
-            s = load_widened(b, scale, i, dtype.literal_value)
-            b.store(s, _row(b, factor, i), align=4)
-            moved = fma(b, s, mid, load_widened(b, source, i, dtype.literal_value))
-            b.store(b.select(grouped, moved, every(0.0, VF)), _row(b, offset, i), align=4)
-            return []
+        def of_dtype(kind: int) -> None:
+            def step(i: Any, carried: list[Any]) -> list[Any]:
+                s = load_widened(b, scale, i, kind)
+                b.store(s, _row(b, factor, i), align=4)
+                moved = fma(b, s, mid, load_widened(b, source, i, kind))
+                b.store(b.select(grouped, moved, every(0.0, VF)), _row(b, offset, i), align=4)
+                return []
 
-        loop(b, _sixteens(b, count), [], step)
+            loop(b, _sixteens(b, count), [], step)
+
+        choose(b, dtype, DTYPES, of_dtype)
         return context.get_dummy_value()
 
     return signature, generate
@@ -115,7 +122,7 @@ LARGEST_WEIGHT = 127 * 128 + 63  # both bytes of it are within +-127
 _MAGIC, _MAGIC_BITS = 12582912.0, 0x4B400000  # 1.5 * 2^23: adding it leaves the rounded value in the low bits
 
 
-@intrinsic(prefer_literal=True)
+@intrinsic
 def fold_bytes(
     typingctx: Any,
     values: Any,
@@ -134,19 +141,22 @@ def fold_bytes(
     largest magnitude of values * factor over LARGEST_WEIGHT. ends float32 [rows, 2]: step, and values . offset -
     middle * step * sum of the rounded weights. Rows go together so that their reductions overlap.
     """
-    many = rows.literal_value
-    signature = types.void(_N, _N, _N, _N, _N, _N, _F, _N, rows)
+    signature = types.void(_N, _N, _N, _N, _N, _N, _F, _N, _N)
 
     def generate(context: Any, b: Any, signature: Any, args: Any) -> Any:
-        values, pitch, meta, count, weights, width, middle, ends, _ = args
-        sources = [b.add(values, b.mul(pitch, word(row))) for row in range(many)]
-        steps, rests = _measure(b, sources, meta, width, count)
-        places = [b.add(weights, b.mul(width, word(2 * row))) for row in range(many)]
-        sums = _write_bytes(b, sources, [_inverse(b, step) for step in steps], meta, count, (places, width))
-        for row, (total, step, rest) in enumerate(zip(sums, steps, rests, strict=True)):
-            shift = b.fmul(middle, b.fmul(step, b.sitofp(total, F32)))
-            b.store(step, at(b, ends, 8 * row, F32), align=4)
-            b.store(b.fsub(rest, shift), at(b, ends, 8 * row + 4, F32), align=4)
+        values, pitch, meta, count, weights, width, middle, ends, rows = args
+
+        def of_rows(many: int) -> None:
+            sources = [b.add(values, b.mul(pitch, word(row))) for row in range(many)]
+            steps, rests = _measure(b, sources, meta, width, count)
+            places = [b.add(weights, b.mul(width, word(2 * row))) for row in range(many)]
+            sums = _write_bytes(b, sources, [_inverse(b, step) for step in steps], meta, count, (places, width))
+            for row, (total, step, rest) in enumerate(zip(sums, steps, rests, strict=True)):
+                shift = b.fmul(middle, b.fmul(step, b.sitofp(total, F32)))
+                b.store(step, at(b, ends, 8 * row, F32), align=4)
+                b.store(b.fsub(rest, shift), at(b, ends, 8 * row + 4, F32), align=4)
+
+        choose(b, rows, ROWS, of_rows)
         return context.get_dummy_value()
 
     return signature, generate
@@ -316,67 +326,72 @@ def multiply_row(typingctx: Any, row: Any, other: Any, count: Any) -> Any:
     return signature, generate
 
 
-@intrinsic(prefer_literal=True)
+def _for_each_kind(b: Any, dtype: Any, rows: Any, emit: Callable[[int, int], None]) -> None:
+    choose(b, dtype, DTYPES, lambda kind: choose(b, rows, ROWS, lambda many: emit(kind, many)))
+
+
+@intrinsic
 def exact_scores(typingctx: Any, q: Any, keys: Any, tokens: Any, count: Any, scores: Any, dtype: Any, rows: Any) -> Any:
     """scores float32 [rows, 128]: q float32 [rows, count] . keys [tokens, count] of `dtype`, for the first `tokens`."""
-    many, kind = rows.literal_value, dtype.literal_value
-    signature = types.void(_N, _N, _N, _N, _N, dtype, rows)
+    signature = types.void(_N, _N, _N, _N, _N, _N, _N)
 
     def generate(context: Any, b: Any, signature: Any, args: Any) -> Any:
-        q, keys, tokens, count, scores, _, _ = args
-        pitch, size = b.mul(count, word(4)), b.mul(count, word(4 if kind == 2 else 2))
-        sources = [b.add(q, b.mul(pitch, word(row))) for row in range(many)]
+        q, keys, tokens, count, scores, dtype, rows = args
 
-        def token(t: Any, carried: list[Any]) -> list[Any]:
-            address = b.add(keys, b.mul(t, size))
+        def emit(kind: int, many: int) -> None:
+            sources = [b.add(q, b.mul(count, word(4 * row))) for row in range(many)]
 
-            def step(i: Any, totals: list[Any]) -> list[Any]:
-                key = load_widened(b, address, i, kind)
-                return [
-                    fma(b, b.load(_row(b, source, i), align=4), key, total)
-                    for source, total in zip(sources, totals, strict=True)
-                ]
+            def token(t: Any, carried: list[Any]) -> list[Any]:
+                address = b.add(keys, b.mul(t, b.mul(count, word(4 if kind == 2 else 2))))
 
-            totals = loop(b, _sixteens(b, count), [every(0.0, VF)] * many, step)
-            for row, total in enumerate(totals):
-                b.store(total_of(b, total), at(b, scores, b.add(b.mul(t, word(4)), word(512 * row)), F32), align=4)
-            return []
+                def step(i: Any, totals: list[Any]) -> list[Any]:
+                    key = load_widened(b, address, i, kind)
+                    queries = [b.load(_row(b, source, i), align=4) for source in sources]
+                    return [fma(b, query, key, total) for query, total in zip(queries, totals, strict=True)]
 
-        loop(b, tokens, [], token)
+                totals = loop(b, _sixteens(b, count), [every(0.0, VF)] * many, step)
+                for row, total in enumerate(totals):
+                    b.store(total_of(b, total), at(b, scores, b.add(b.mul(t, word(4)), word(512 * row)), F32), align=4)
+                return []
+
+            loop(b, tokens, [], token)
+
+        _for_each_kind(b, dtype, rows, emit)
         return context.get_dummy_value()
 
     return signature, generate
 
 
-@intrinsic(prefer_literal=True)
+@intrinsic
 def exact_outputs(
     typingctx: Any, scores: Any, values: Any, tokens: Any, count: Any, out: Any, dtype: Any, rows: Any
 ) -> Any:
     """out float32 [rows, count] += scores float32 [rows, 128] . values [tokens, count] of `dtype`."""
-    many, kind = rows.literal_value, dtype.literal_value
-    signature = types.void(_N, _N, _N, _N, _N, dtype, rows)
+    signature = types.void(_N, _N, _N, _N, _N, _N, _N)
 
     def generate(context: Any, b: Any, signature: Any, args: Any) -> Any:
-        scores, values, tokens, count, out, _, _ = args
-        pitch, size = b.mul(count, word(4)), b.mul(count, word(4 if kind == 2 else 2))
+        scores, values, tokens, count, out, dtype, rows = args
 
-        def lanes(i: Any, carried: list[Any]) -> list[Any]:
-            places = [_row(b, b.add(out, b.mul(pitch, word(row))), i) for row in range(many)]
+        def emit(kind: int, many: int) -> None:
+            size = b.mul(count, word(4 if kind == 2 else 2))
 
-            def token(t: Any, totals: list[Any]) -> list[Any]:
-                value = load_widened(b, b.add(values, b.mul(t, size)), i, kind)
-                made = []
-                for row, total in enumerate(totals):
-                    place = at(b, scores, b.add(b.mul(t, word(4)), word(512 * row)), F32)
-                    made.append(fma(b, broadcast(b, b.load(place, align=4), VF), value, total))
-                return made
+            def lanes(i: Any, carried: list[Any]) -> list[Any]:
+                places = [_row(b, b.add(out, b.mul(count, word(4 * row))), i) for row in range(many)]
 
-            totals = loop(b, tokens, [b.load(place, align=4) for place in places], token)
-            for place, total in zip(places, totals, strict=True):
-                b.store(total, place, align=4)
-            return []
+                def token(t: Any, totals: list[Any]) -> list[Any]:
+                    value = load_widened(b, b.add(values, b.mul(t, size)), i, kind)
+                    offsets = [b.add(b.mul(t, word(4)), word(512 * row)) for row in range(many)]
+                    weights = [broadcast(b, b.load(at(b, scores, o, F32), align=4), VF) for o in offsets]
+                    return [fma(b, weight, value, total) for weight, total in zip(weights, totals, strict=True)]
 
-        loop(b, _sixteens(b, count), [], lanes)
+                totals = loop(b, tokens, [b.load(place, align=4) for place in places], token)
+                for place, total in zip(places, totals, strict=True):
+                    b.store(total, place, align=4)
+                return []
+
+            loop(b, _sixteens(b, count), [], lanes)
+
+        _for_each_kind(b, dtype, rows, emit)
         return context.get_dummy_value()
 
     return signature, generate

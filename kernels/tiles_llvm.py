@@ -20,6 +20,7 @@ from qkv.kernels.vectors_llvm import (
     at,
     broadcast,
     call,
+    choose,
     every,
     fma,
     half_to_float,
@@ -29,6 +30,8 @@ from qkv.kernels.vectors_llvm import (
 )
 
 CODE_KINDS = ("unsigned", "fp8_e4m3", "fp8_e5m2")
+BITS = (2, 4, 8, 12)  # 10 * bits of the high plane + bits of the low one: 3-bit codes are 12
+ROWS = (1, 2, 3, 4)
 MOST_DOTS = 8  # sums in registers that hide the latency of a dot
 
 
@@ -110,15 +113,15 @@ def _plane_float(b: Any, codes: Any, columns: Any, weights: Any, bits: int, kind
     return b.fadd(b.fadd(first, second), b.fadd(third, fourth))
 
 
-def _finish(b: Any, dot: Any, ends: Any, row: int, out: Any, add: bool) -> None:
-    """out = step * dot + rest (+ out). `ends` float32 [rows, 2]: step and rest."""
+def _finish(b: Any, dot: Any, ends: Any, row: int, target: tuple[Any, Any]) -> None:
+    """out = step * dot + rest, plus what is there if `add`. `ends` float32 [rows, 2]: step and rest."""
+    out, add = target
     step, rest = (broadcast(b, b.load(at(b, ends, 8 * row + 4 * i, F32), align=4), VF) for i in (0, 1))
-    if add:
-        rest = b.fadd(rest, b.load(out, align=4))
-    b.store(fma(b, dot, step, rest), out, align=4)
+    there = b.select(add, b.load(out, align=4), every(0.0, VF))
+    b.store(fma(b, dot, step, b.fadd(rest, there)), out, align=4)
 
 
-@intrinsic(prefer_literal=True)
+@intrinsic
 def tile_row(
     typingctx: Any,
     codes: Any,
@@ -136,54 +139,61 @@ def tile_row(
 
     codes, columns   addresses and tile counts of the low plane and the high one, as 2-tuples
     weights          int8 [rows, 2, stride]: high and low byte of each weight, 128 * high + low
-    bits             10 * bits of the high plane + bits of the low plane; 3-bit codes: 12
+    bits             one of BITS; rows: 1 to 4
     """
-    low_bits, high_bits, count, adds = (
-        bits.literal_value % 10,
-        bits.literal_value // 10,
-        rows.literal_value,
-        add.literal_value,
-    )
     pair, n = types.UniTuple(types.intp, 2), types.intp
-    signature = types.void(pair, pair, n, n, n, n, n, bits, rows, add)
+    signature = types.void(pair, pair, n, n, n, n, n, n, n, types.boolean)
 
     def generate(context: Any, b: Any, signature: Any, args: Any) -> Any:
-        codes, columns, weights, stride, ends, out, pitch = args[:7]
-        addresses = [b.add(weights, b.mul(stride, word(row))) for row in range(2 * count)]
-        sums = [every(0)] * (2 * count)
-        if high_bits:
-            upper = b.extract_value(codes, 1), b.extract_value(columns, 1)
-            sums = [b.shl(x, every(low_bits)) for x in _plane(b, *upper, addresses, high_bits, sums)]
-        lower = b.extract_value(codes, 0), b.extract_value(columns, 0)
-        sums = _plane(b, *lower, addresses, low_bits, sums)
-        for row in range(count):
-            whole = b.add(b.shl(sums[2 * row], every(7)), sums[2 * row + 1])
-            place = at(b, out, b.mul(pitch, word(row)), VF)
-            _finish(b, b.sitofp(whole, VF), ends, row, place, bool(adds))
+        codes, columns, weights, stride, ends, out, pitch, bits, rows, add = args
+        low, high = ((b.extract_value(codes, i), b.extract_value(columns, i)) for i in (0, 1))
+
+        def of_bits(kind: int) -> None:
+            def of_rows(count: int) -> None:
+                addresses = [b.add(weights, b.mul(stride, word(row))) for row in range(2 * count)]
+                sums = [every(0)] * (2 * count)
+                if kind // 10:
+                    sums = [b.shl(x, every(kind % 10)) for x in _plane(b, *high, addresses, kind // 10, sums)]
+                sums = _plane(b, *low, addresses, kind % 10, sums)
+                for row in range(count):
+                    whole = b.add(b.shl(sums[2 * row], every(7)), sums[2 * row + 1])
+                    place = at(b, out, b.mul(pitch, word(row)), VF)
+                    _finish(b, b.sitofp(whole, VF), ends, row, (place, add))
+
+            choose(b, rows, ROWS, of_rows)
+
+        choose(b, bits, BITS, of_bits)
         return context.get_dummy_value()
 
     return signature, generate
 
 
-@intrinsic(prefer_literal=True)
+@intrinsic
 def tile_row_float(
     typingctx: Any, codes: Any, columns: Any, weights: Any, ends: Any, out: Any, bits: Any, kind: Any, add: Any
 ) -> Any:
     """As `tile_row`, for one row of float32 weights; `kind` indexes CODE_KINDS."""
-    low_bits, high_bits, adds = bits.literal_value % 10, bits.literal_value // 10, add.literal_value
-    meaning = CODE_KINDS[kind.literal_value]
     pair, n = types.UniTuple(types.intp, 2), types.intp
-    signature = types.void(pair, pair, n, n, n, bits, kind, add)
+    signature = types.void(pair, pair, n, n, n, n, n, types.boolean)
 
     def generate(context: Any, b: Any, signature: Any, args: Any) -> Any:
-        codes, columns, weights, ends, out = args[:5]
-        lower = b.extract_value(codes, 0), b.extract_value(columns, 0)
-        dot = _plane_float(b, *lower, weights, low_bits, meaning)
-        if high_bits:
-            upper = b.extract_value(codes, 1), b.extract_value(columns, 1)
-            high = _plane_float(b, *upper, weights, high_bits, meaning)
-            dot = fma(b, high, every(float(1 << low_bits), VF), dot)
-        _finish(b, dot, ends, 0, at(b, out, 0, VF), bool(adds))
+        codes, columns, weights, ends, out, bits, kind, add = args
+        low, high = ((b.extract_value(codes, i), b.extract_value(columns, i)) for i in (0, 1))
+
+        def unsigned(case: int) -> None:
+            dot = _plane_float(b, *low, weights, case % 10, CODE_KINDS[0])
+            if case // 10:
+                upper = _plane_float(b, *high, weights, case // 10, CODE_KINDS[0])
+                dot = fma(b, upper, every(float(1 << case % 10), VF), dot)
+            _finish(b, dot, ends, 0, (at(b, out, 0, VF), add))
+
+        def of_kind(case: int) -> None:
+            if case == 0:
+                choose(b, bits, BITS, unsigned)
+            else:
+                _finish(b, _plane_float(b, *low, weights, 8, CODE_KINDS[case]), ends, 0, (at(b, out, 0, VF), add))
+
+        choose(b, kind, tuple(range(len(CODE_KINDS))), of_kind)
         return context.get_dummy_value()
 
     return signature, generate

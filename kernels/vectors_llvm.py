@@ -84,6 +84,20 @@ def loop(b: Any, count: Any, initial: list[Any], body: Callable[[Any, list[Any]]
     return results
 
 
+def choose(b: Any, value: Any, cases: tuple[int, ...], emit: Callable[[int], None]) -> None:
+    """Code for each case of a run-time value; `emit(case)` writes it. The last case stands for any other value."""
+    done = b.append_basic_block("chosen")
+    blocks = [b.append_basic_block(f"case{case}") for case in cases]
+    switch = b.switch(value, blocks[-1])
+    for case, block in zip(cases, blocks, strict=True):
+        if block is not blocks[-1]:
+            switch.add_case(ir.Constant(value.type, case), block)
+        b.position_at_end(block)
+        emit(case)
+        b.branch(done)
+    b.position_at_end(done)
+
+
 def half_to_float(b: Any, bits: Any) -> Any:
     """float32x16 from the bit patterns of sixteen float16, int16x16. LLVM's own conversion is a call without F16C."""
     if has("f16c") or platform.machine() in ("aarch64", "arm64"):
