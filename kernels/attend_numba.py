@@ -12,6 +12,7 @@ w is a pair of int8, 128 high + low: one byte costs 1 % of the output on real ke
 byte's dots share the unpacking. `precise` keeps w in float32.
 """
 
+import os
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from typing import Any
@@ -92,6 +93,11 @@ def _work(rows: int, layer: LayerSpec, precise: bool) -> tuple[Work, list[Any]]:
 @cache
 def _workers(count: int) -> ThreadPoolExecutor:
     return ThreadPoolExecutor(count, thread_name_prefix="qkv-attend")
+
+
+# threads do not survive a fork: a child that kept the executor would wait for them for ever
+if hasattr(os, "register_at_fork"):  # not on Windows, which does not fork
+    os.register_at_fork(after_in_child=_workers.cache_clear)
 
 
 def instructions() -> str:

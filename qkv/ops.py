@@ -106,7 +106,9 @@ def attend(
     kernel, _ = _cpu_kernel() if layer.device.type == "cpu" else (None, "")
     if kernel is not None and kernel.refusal(q, view) is None:
         first_call = _say_if_slow()
-        out, lse = kernel.attend(q, view, options)
-        first_call.cancel()
+        try:
+            out, lse = kernel.attend(q, view, options)
+        finally:
+            first_call.cancel()
         return out, lse
     return attend_torch.attend(q, view, options, lambda rows: record.unseal(rows, view.layout))

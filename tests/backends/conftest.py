@@ -27,7 +27,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen2": {},
     "qwen3": {},
     "mistral": {"sliding_window": 64},
-    "gemma2": {"sliding_window": 64, "query_pre_attn_scalar": 16},
+    # a cap this low changes the scores of random weights too
+    "gemma2": {"sliding_window": 64, "query_pre_attn_scalar": 16, "attn_logit_softcapping": 0.05},
     "gemma3_text": {"sliding_window": 64, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
     "phi3": {},
     "smollm3": {},

@@ -1,5 +1,6 @@
 """Batch rows: padded rows through crop, fork and reorder; layers that stay with transformers; steps that fail."""
 
+import inspect
 from typing import Any
 
 import pytest
@@ -126,16 +127,19 @@ def test_static_cache_keeps_its_results(
     assert (run() - want).abs().max() <= 1e-4
 
 
-@pytest.mark.skipif(transformers.__version__.startswith("4."), reason="4.57's qwen2_moe takes no attention function")
-def test_a_window_that_only_the_mask_knows(tiny: Any, call: Any, padded: tuple[torch.Tensor, torch.Tensor]) -> None:
-    """This model never passes its window to attention, only to the mask."""
+@pytest.mark.skipif(transformers.__version__.startswith("4."), reason="4.57's models take no attention function here")
+@pytest.mark.parametrize("family", ["qwen2_moe", "phimoe"])
+def test_a_window_that_only_the_mask_knows(
+    family: str, tiny: Any, call: Any, padded: tuple[torch.Tensor, torch.Tensor]
+) -> None:
+    """These models never pass their window to attention, only to the mask."""
     sizes = {
-        "num_experts": 2,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": 32,
-        "shared_expert_intermediate_size": 32,
-    }
-    model = tiny("qwen2_moe", use_sliding_window=True, sliding_window=64, max_window_layers=0, **sizes)
+        "qwen2_moe": {"num_experts": 2, "use_sliding_window": True, "layer_types": ["sliding_attention"] * 3},
+        "phimoe": {"num_local_experts": 2},
+    }[family]
+    model = tiny(family, sliding_window=64, num_experts_per_tok=2, **sizes)
+    assert all(layer.is_sliding for layer in DynamicCache(config=model.config).layers)
+    assert "sliding_window" not in inspect.getsource(type(model.model.layers[0].self_attn).forward)
     ids = padded[0][:1]
 
     def run(cache: Any) -> torch.Tensor:
@@ -145,6 +149,25 @@ def test_a_window_that_only_the_mask_knows(tiny: Any, call: Any, padded: tuple[t
     enable(model)
     for cache in (DynamicCache(config=model.config), QKVCache(model.config, "exact", sliding="quantised")):
         assert (run(cache) - want).abs().max() <= 1e-4
+
+
+def test_padding_behind_a_crop_replaces_what_was_there(
+    tiny: Any, call: Any, padded: tuple[torch.Tensor, torch.Tensor]
+) -> None:
+    """A row that is padded in the step after a crop keeps only its own tokens, and the next step accepts the mask."""
+    model = tiny("llama")
+    enable(model)
+    ids, mask = padded
+    cache = QKVCache(model.config, "exact")
+    call(model, ids, cache, mask)
+    cache.crop(-90)
+    new = torch.ones(3, 4, dtype=torch.long)
+    new[1, :3] = 0
+    whole = torch.cat([mask[:, :210], new], dim=1)
+    call(model, step(3), cache, whole)
+    assert [cache.manager.length(row) for row in cache.rows.sequences] == whole.sum(1).tolist()
+    call(model, step(3), cache, torch.cat([whole, torch.ones(3, 4, dtype=torch.long)], dim=1))
+    cache.manager.check()
 
 
 @pytest.mark.parametrize("family", ["gemma2", "gpt_oss"])

@@ -203,3 +203,27 @@ def test_a_cpu_without_vnni(tmp_path: Any) -> None:
     code = GENERIC.replace("FILE", repr(__file__))
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=False)
     assert done.stdout.strip().endswith("generic ok"), done.stderr
+
+
+FORKED = """
+import os, signal, torch
+from qkv import AttendOptions, KVManager
+torch.set_num_threads(2)
+manager = KVManager(1, "kivi2")
+sequence = manager.open()
+manager.append(sequence, 0, *torch.randn(2, 2, 4096, 64))
+q, options = torch.randn(4, 1, 64), AttendOptions(0.125)
+want = manager.attend(sequence, 0, q, options)[0]
+child = os.fork()
+if child == 0:
+    signal.alarm(60)
+    os._exit(0 if torch.equal(manager.attend(sequence, 0, q, options)[0], want) else 1)
+assert os.waitpid(child, 0)[1] == 0
+print("forked ok")
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system does not fork")
+def test_a_forked_child_has_threads_of_its_own() -> None:
+    done = subprocess.run([sys.executable, "-c", FORKED], capture_output=True, text=True, check=False, timeout=120)
+    assert done.stdout.strip() == "forked ok", done.stderr
