@@ -1,7 +1,8 @@
 """Attention over records on the CPU, fused: codes are multiplied as they lie, dense K and V never exist.
 
-For few query rows (decode, verify). One task is one KV head and a run of blocks; its state (maximum, sum, output) is
-merged with the others' at the end, so heads and context are split over threads without a reduction inside.
+For few query rows (decode, verify), of one sequence or of many in one call. One task is one KV head of a sequence and a
+run of blocks; its state (maximum, sum, output) is merged with the others' at the end, so sequences, heads and context
+are split over threads without a reduction inside.
 
 A block, for every query row, with c the codes and c0 their middle (affine: x = s (c - c0) + (z + s c0)):
     K  score_t = a (sum_d w_d c_td - c0 sum_d w_d) + sum_d q_d (z_d + s_d c0),   w = round(q s / a)
@@ -12,96 +13,93 @@ w is a pair of int8, 128 high + low: one byte costs 1 % of the output on real ke
 byte's dots share the unpacking. `precise` keeps w in float32.
 """
 
-import os
-from concurrent.futures import ThreadPoolExecutor
+import threading
+from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
 import numpy as np
 import torch
 
-from qkv.kernels.blocks_numba import AFFINE, RAW, SCALED, Side, Work, run_tasks
+from qkv.kernels import amx_llvm, calls_numba
+from qkv.kernels.blocks_numba import AFFINE, RAW, SCALED, Side
+from qkv.kernels.threads import share, threads_for
 from qkv.kernels.tiles_llvm import CODE_KINDS, has_vnni
-from qkv.spec import BLOCK_TOKENS, AttendOptions, KVView, LayerSpec, RecordLayout, SideSpec
+from qkv.spec import BLOCK_TOKENS, AttendOptions, KVView, RecordLayout, SideSpec
 
 MOST_ROWS = 64  # query rows (G * Q) of one KV head
 DTYPES = {torch.float16: 0, torch.bfloat16: 1, torch.float32: 2}
-_FEWEST_BLOCKS = 16  # a task smaller than this costs more to hand over than it saves
+_FEWEST_PIECES = 16  # a thread with less to do costs more to wake than it saves
 
 
 @cache
-def _sides(layout: RecordLayout) -> tuple[Side, Side]:
-    """K's and V's numbers for the compiled code."""
-    return _side("k", layout.format.k, layout), _side("v", layout.format.v, layout)
+def _fixed(
+    layout: RecordLayout, group: int, q_dtype: int, rules: tuple[bool, int, bool], amx: bool
+) -> tuple[tuple[int, int, int], list[Any]]:
+    """For the compiled code: addresses of calls_numba.Fixed, K's Side and V's Side, and the arrays that hold them.
+
+    rules: precise, window, causal.
+    """
+    sides = [_side("k", layout.format.k, layout), _side("v", layout.format.v, layout)]
+    precise = rules[0] or any(side.kind for side in sides)
+    layer = layout.layer
+    shared = calls_numba.Fixed(
+        layer.kv_heads, group, layer.head_dim, DTYPES[layer.dtype], layout.record_bytes, layout.head_bytes, precise,
+        amx and not precise, *rules[1:], q_dtype,
+    )  # fmt: skip
+    arrays = [np.array(numbers, dtype=np.int64) for numbers in (shared, *sides)]
+    return (arrays[0].ctypes.data, arrays[1].ctypes.data, arrays[2].ctypes.data), arrays
 
 
 def _side(prefix: str, side: SideSpec, layout: RecordLayout) -> Side:
     """One side's numbers for the compiled code."""
     if side.scheme == "raw":
-        return Side(RAW, layout.fields[f"{prefix}_codes"].offset, 0, 0, 0, 0, 0, 0, 0, 0.0)
+        return Side(RAW, layout.fields[f"{prefix}_codes"].offset, 0, 0, 0, 0, 0, 0, 0, 0)
     offsets = [layout.fields[f"{prefix}_codes_{i}"].offset for i in range(len(side.planes))]
     bits = 10 * side.planes[1] + side.planes[0] if len(side.planes) > 1 else side.planes[0]
+    places = offsets[0], offsets[-1], bits
     scale = layout.fields[f"{prefix}_scale"]
     if side.scheme == "scaled":
         kind = CODE_KINDS.index(side.id) if side.id in CODE_KINDS else 0
         lanes = BLOCK_TOKENS if prefix == "k" else layout.layer.head_dim
-        return Side(SCALED, offsets[0], offsets[-1], bits, kind, scale.offset, 0, lanes, 1, 0.0 if kind else 128.0)
-    zero, middle = layout.fields[f"{prefix}_zero"].offset, ((1 << side.bits) - 1) / 2
-    return Side(AFFINE, offsets[0], offsets[-1], bits, 0, scale.offset, zero, side.group, scale.shape[0], middle)
+        return Side(SCALED, *places, kind, scale.offset, 0, lanes, 1, 0 if kind else 256)
+    zero, middle = layout.fields[f"{prefix}_zero"].offset, (1 << side.bits) - 1
+    return Side(AFFINE, *places, 0, scale.offset, zero, side.group, scale.shape[0], middle)
 
 
-def _items(view: KVView) -> Any:
-    """int64 [n, 6], at most 128 tokens each: is a record, head 0's K and V address, bytes a head, tokens, position."""
-    lengths = view.block_lengths.numpy()
-    records = np.empty((len(lengths), 6), np.int64)
-    ends = view.sink.shape[2] + lengths.cumsum()
-    records[:, 0] = 1
-    records[:, 1] = view.records.data_ptr() + view.block_ids.numpy() * view.layout.record_bytes
-    records[:, 2], records[:, 3] = records[:, 1], view.layout.head_bytes
-    records[:, 4], records[:, 5] = lengths, ends - lengths
-    behind = view.stored_tokens - view.tail.shape[2]
-    exact = [_exact_items(view.sink, 0), _exact_items(view.tail, behind), _exact_items(view.new, view.stored_tokens)]
-    return np.concatenate([exact[0], records, exact[1], exact[2]])
+def _call(q: torch.Tensor, view: KVView, made: tuple[torch.Tensor, torch.Tensor]) -> tuple[int, ...]:
+    """calls_numba.Call, as plain numbers."""
+    exact = []
+    for piece in (view.sink, view.tail, view.new):
+        k, width, (side, head) = piece.data_ptr(), piece.element_size(), piece.stride()[:2]
+        exact += [k, k + side * width, head * width, piece.shape[2]]
+    records = (view.records.data_ptr(), view.block_ids.data_ptr(), view.block_lengths.data_ptr(), len(view.block_ids))
+    return (q.data_ptr(), q.shape[1], view.tokens, *records, *exact, made[0].data_ptr(), made[1].data_ptr())
 
 
-def _exact_items(piece: torch.Tensor, position: int) -> Any:
-    """As `_items`, for exact K and V [2, H, T, D]."""
-    width, token = piece.element_size(), piece.shape[3] * piece.element_size()
-    k, v = piece.data_ptr(), piece.data_ptr() + piece.stride(0) * width
-    rows = [
-        (0, k + first * token, v + first * token, piece.stride(1) * width, min(BLOCK_TOKENS, piece.shape[2] - first),
-         position + first)
-        for first in range(0, piece.shape[2], BLOCK_TOKENS)
-    ]  # fmt: skip
-    return np.array(rows, dtype=np.int64).reshape(-1, 6)
+class _Scratch(threading.local):
+    """Work space of one thread by purpose, allocated once and grown."""
+
+    def __init__(self) -> None:
+        self.held: dict[str, tuple[int, int, Any]] = {}
+
+    def address(self, purpose: str, size: int) -> int:
+        """At least `size` bytes, at a multiple of 64."""
+        held = self.held.get(purpose)
+        if held is None or held[0] < size:
+            # zeros: stale bytes may be read as float, and a NaN among them would not stay unread
+            array = np.zeros(size + 64, np.uint8)
+            held = self.held[purpose] = (size, -(-array.ctypes.data // 64) * 64, array)
+        return held[1]
 
 
-def _work(rows: int, layer: LayerSpec, precise: bool) -> tuple[Work, list[Any]]:
-    """A work space, and the arrays that its addresses belong to."""
-    width = max(BLOCK_TOKENS, layer.head_dim)
-    arrays: list[Any] = [
-        np.zeros((2, width), np.float32),
-        np.zeros((rows, width), np.float32),
-        np.zeros((rows, 2, width), np.int8),
-        np.zeros((rows, 2), np.float32),
-        np.zeros((rows, BLOCK_TOKENS), np.float32),
-    ]
-    places = [array.ctypes.data for array in arrays]
-    return Work(rows, layer.head_dim, width, DTYPES[layer.dtype], precise, *places), arrays
-
-
-@cache
-def _workers(count: int) -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(count, thread_name_prefix="qkv-attend")
-
-
-# threads do not survive a fork: a child that kept the executor would wait for them for ever
-if hasattr(os, "register_at_fork"):  # not on Windows, which does not fork
-    os.register_at_fork(after_in_child=_workers.cache_clear)
+_scratch = _Scratch()
 
 
 def instructions() -> str:
     """What the dot products compile to here, for a person."""
+    if amx_llvm.has_amx():
+        return "AMX tiles"
     return "AVX512-VNNI dot products" if has_vnni() else "generic vector code: no AVX512-VNNI here"
 
 
@@ -115,7 +113,7 @@ def refusal(q: torch.Tensor, view: KVView) -> str | None:
     if layer.head_dim % 16:
         return "head_dim is not a multiple of 16"
     if (rows := q.shape[0] // layer.kv_heads * q.shape[1]) > MOST_ROWS:
-        return f"{rows} query rows a KV head are more than {MOST_ROWS}: the dense tiles of the reference are faster"
+        return f"{rows} query rows a KV head are more than {MOST_ROWS}: dense tiles are faster"
     return None
 
 
@@ -124,63 +122,37 @@ def attend(q: torch.Tensor, view: KVView, options: AttendOptions) -> tuple[torch
 
     A query that sees no key gets 0 and -inf. Allocates; mutates nothing. Runs on torch.get_num_threads() threads.
     """
-    layer = view.layout.layer
-    (query_heads, queries, dim), heads = q.shape, layer.kv_heads
-    rows = query_heads // heads * queries
-    scaled = (q.float() * options.scale).reshape(heads, rows, dim).contiguous()
-    items = _items(view)
-    sides = _sides(view.layout)
-    precise = options.precise or any(side.kind for side in sides)
-    tasks, threads = _split(len(items), heads)
-    state = np.zeros((len(tasks), rows, 2), np.float32)
-    state[..., 0] = -np.inf
-    out = np.zeros((len(tasks), rows, dim), np.float32)
-    rules = (options.window or 0, options.causal, np.float32(options.softcap or 0), view.tokens - queries, queries)
-
-    def run(index: int) -> None:
-        work, arrays = _work(rows, layer, precise)
-        own = np.ascontiguousarray(tasks[index::threads])
-        run_tasks(own, items, scaled.data_ptr(), *sides, rules, state.ctypes.data, out.ctypes.data, work)
-        del arrays  # held until here
-
-    others = [_workers(threads - 1).submit(run, index) for index in range(1, threads)]
-    run(0)
-    for other in others:
-        other.result()
-    merged, lse = _merge(state, out, heads, options)
-    made = torch.from_numpy(merged).view(query_heads, queries, dim).to(q.dtype)
-    return made, torch.from_numpy(lse).view(query_heads, queries)
+    return attend_many([q], [view], options)[0]
 
 
-def _split(items: int, heads: int) -> tuple[np.ndarray[Any, Any], int]:
-    """Tasks int64 [n, 4] and the threads to run them on. The context is split only when heads are too few."""
-    threads = max(1, min(torch.get_num_threads(), heads * items // _FEWEST_BLOCKS))
-    pieces = 1 if heads % threads == 0 else min(threads, max(1, items))
-    cuts = [items * i // pieces for i in range(pieces + 1)]
-    tasks = [(head, cuts[i], cuts[i + 1], head * pieces + i) for head in range(heads) for i in range(pieces)]
-    return np.array(tasks, dtype=np.int64), threads
+def attend_many(
+    queries: Sequence[torch.Tensor], views: Sequence[KVView], options: AttendOptions
+) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """As `attend`, for many sequences of one layer in one go: lengths and query counts may differ."""
+    layout, (query_heads, _, dim), dtype = views[0].layout, queries[0].shape, queries[0].dtype
+    heads = layout.layer.kv_heads
+    group = query_heads // heads
+    queries = [q.contiguous() for q in queries]
+    made = [(torch.empty(q.shape), torch.empty(q.shape[:2])) for q in queries]
+    calls = np.array([_call(*each) for each in zip(queries, views, made, strict=True)], dtype=np.int64)
+    rules = options.precise, options.window or 0, options.causal
+    fixed, arrays = _fixed(layout, group, DTYPES[dtype], rules, amx_llvm.has_amx())
+    at, count, rows = calls.ctypes.data, len(calls), group * max(q.shape[1] for q in queries)
+    threads = threads_for(heads * calls_numba.count_pieces(at, count), _FEWEST_PIECES)
+    most, space = count * heads + threads - 1, _scratch.address
+    tasks, starts = space("tasks", 8 * calls_numba.TASK_FIELDS * most), space("starts", 8 * (threads + 1))
+    state, out = space("state", 8 * rows * most), space("out", 4 * rows * dim * most)
+    planned = calls_numba.plan(at, count, heads, threads, tasks, starts)
+    size = calls_numba.scratch_bytes(rows, *fixed)
+    numbers = np.float32(options.scale), np.float32(options.softcap or 0)
 
+    def run(thread: int) -> None:
+        own = _scratch.address("work", size)  # of the thread that runs this
+        calls_numba.run(at, tasks, starts + 8 * thread, rows, *fixed, *numbers, state, out, own)
 
-def _merge(state: Any, out: Any, heads: int, options: AttendOptions) -> tuple[Any, Any]:
-    """The pieces of each head as one: out [H, rows, D], log-sum-exp [H, rows]. A sink logit is a key of value zero."""
-    rows, dim = out.shape[1:]
-    if options.sinks is None and len(state) == heads:
-        whole, safe = state[..., 1], np.where(state[..., 1] == 0, np.float32(1), state[..., 1])
-        with np.errstate(divide="ignore"):
-            return out / safe[..., None], state[..., 0] + np.log(whole)
-    state, out = state.reshape(heads, -1, rows, 2), out.reshape(heads, -1, rows, dim)
-    highest, total = state[..., 0], state[..., 1]
-    top = highest.max(1)
-    if options.sinks is not None:
-        logits = options.sinks.detach().float().numpy().reshape(heads, -1)
-        sinks = np.repeat(logits, rows // logits.shape[1], axis=1)
-        top = np.maximum(top, sinks)
-    finite = np.where(np.isneginf(top), np.float32(0), top)
-    weight = np.exp(highest - finite[:, None])
-    whole = (total * weight).sum(1)
-    if options.sinks is not None:
-        whole += np.exp(sinks - finite)
-    summed = out[:, 0] * weight[:, 0, :, None] if out.shape[1] == 1 else (out * weight[..., None]).sum(1)
-    summed /= np.where(whole == 0, np.float32(1), whole)[..., None]
-    with np.errstate(divide="ignore"):
-        return summed, top + np.log(whole)
+    share(run, threads)
+    sinks = None if options.sinks is None else options.sinks.detach().float().contiguous()
+    logits = 0 if sinks is None else sinks.data_ptr()
+    calls_numba.merge(at, tasks, planned, rows, fixed[0], logits, state, out)
+    del arrays  # held until here
+    return [(out.to(dtype), lse) for out, lse in made]

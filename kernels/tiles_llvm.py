@@ -19,8 +19,8 @@ from qkv.kernels.vectors_llvm import (
     VI,
     at,
     broadcast,
-    call,
     choose,
+    dot_step,
     every,
     fma,
     half_to_float,
@@ -38,18 +38,6 @@ MOST_DOTS = 8  # sums in registers that hide the latency of a dot
 def has_vnni() -> bool:
     """Whether code is generated for a CPU with 512-bit u8 x s8 dots."""
     return has("avx512vnni")
-
-
-def _dot_step(b: Any, total: Any, codes: Any, weight: Any) -> Any:
-    """total int32x16 + u8 codes . s8 weight, four bytes a lane; `weight` is one int32, the same for all lanes."""
-    weights = broadcast(b, weight, VI)
-    if has_vnni():
-        return call(b, "llvm.x86.avx512.vpdpbusd.512", VI, total, codes, weights)
-    for byte in range(4):
-        code = b.and_(b.lshr(codes, every(8 * byte)), every(255))
-        signed = b.ashr(b.shl(weights, every(24 - 8 * byte)), every(24))
-        total = b.add(total, b.mul(code, signed))
-    return total
 
 
 def _as_float(b: Any, code: Any, kind: str) -> Any:
@@ -79,7 +67,7 @@ def _plane(b: Any, codes: Any, columns: Any, weights: list[Any], bits: int, sums
             for row, address in enumerate(weights):
                 weight = b.load(at(b, address, b.add(first, word(4 * slot)), I32), align=1)
                 place = row * split + slot % split
-                parts[place] = _dot_step(b, parts[place], operand, weight)
+                parts[place] = dot_step(b, parts[place], operand, broadcast(b, weight, VI))
         return parts
 
     parts = loop(b, columns, parts, column)
@@ -93,18 +81,19 @@ def _plane(b: Any, codes: Any, columns: Any, weights: list[Any], bits: int, sums
 
 
 def _plane_float(b: Any, codes: Any, columns: Any, weights: Any, bits: int, kind: str) -> Any:
-    """One plane's dot products with one row of float32 weights, float32x16."""
+    """One plane's dot products with one row of float32 weights in byte order (see fold_llvm), float32x16."""
     slots = 8 // bits
 
     def column(i: Any, sums: list[Any]) -> list[Any]:
         sums = list(sums)
         tile = b.load(at(b, codes, b.mul(i, word(64)), VI), align=1)
-        first = b.mul(i, word(16 * slots))
         for slot in range(slots):
+            four = b.add(b.mul(i, word(slots)), word(slot))
+            first = b.add(b.mul(b.ashr(four, word(4)), word(256)), b.mul(b.and_(four, word(15)), word(4)))
             for byte in range(4):
                 shift = 8 * byte + bits * slot
                 code = b.and_(b.lshr(tile, every(shift)) if shift else tile, every((1 << bits) - 1))
-                place = at(b, weights, b.add(first, word(4 * (4 * slot + byte))), F32)
+                place = at(b, weights, b.add(first, word(64 * byte)), F32)
                 weight = broadcast(b, b.load(place, align=4), VF)
                 sums[byte] = fma(b, _as_float(b, code, kind), weight, sums[byte])
         return sums

@@ -13,6 +13,7 @@ I8, I16, I32, I64 = ir.IntType(8), ir.IntType(16), ir.IntType(32), ir.IntType(64
 F16, F32 = ir.HalfType(), ir.FloatType()
 VI, VF, V8, V16 = (ir.VectorType(kind, LANES) for kind in (I32, F32, I8, I16))
 VH = ir.VectorType(F16, LANES)
+MAGIC, MAGIC_BITS = 12582912.0, 0x4B400000  # 1.5 * 2^23: adding it leaves the rounded value in the low bits
 
 
 def has(feature: str) -> bool:
@@ -38,6 +39,16 @@ def at(b: Any, address: Any, offset: Any, kind: ir.Type) -> Any:
     return b.inttoptr(b.add(address, word(offset) if isinstance(offset, int) else offset), kind.as_pointer())
 
 
+def sixteens(b: Any, count: Any) -> Any:
+    """How many vectors `count` values are."""
+    return b.sdiv(count, word(LANES))
+
+
+def sixteen(b: Any, address: Any, i: Any) -> Any:
+    """A pointer to the i-th vector of float32 at an address."""
+    return at(b, address, b.mul(i, word(LANES * 4)), VF)
+
+
 def broadcast(b: Any, scalar: Any, kind: ir.VectorType) -> Any:
     """The same run-time value in all lanes."""
     undefined = ir.Constant(kind, ir.Undefined)
@@ -59,6 +70,57 @@ def total_of(b: Any, lanes: Any) -> Any:
     kind = ir.FunctionType(F32, [F32, VF])
     sum_ = cgutils.get_or_insert_function(b.module, kind, "llvm.vector.reduce.fadd.v16f32")
     return b.call(sum_, [ir.Constant(F32, 0.0), lanes], fastmath=("reassoc",))
+
+
+def larger(b: Any, x: Any, y: Any) -> Any:
+    """Lane by lane, x where it is greater than y, else y: a NaN in x is passed over."""
+    return b.select(b.fcmp_ordered(">", x, y), x, y)
+
+
+def largest_of(b: Any, lanes: Any) -> Any:
+    """The largest of float lanes, none of them NaN."""
+    count = LANES
+    while count > 1:
+        count //= 2
+        parts = (ir.Constant(ir.VectorType(I32, count), list(range(first, first + count))) for first in (0, count))
+        lanes = larger(b, *(b.shuffle_vector(lanes, lanes, part) for part in parts))
+    return b.extract_element(lanes, ir.Constant(I32, 0))
+
+
+def four_totals(b: Any, vectors: list[Any]) -> Any:
+    """The sums over lanes of four float32x16, as float32x4, in any order."""
+
+    def shuffled(first: Any, second: Any, lanes: list[int]) -> Any:
+        return b.shuffle_vector(first, second, ir.Constant(ir.VectorType(I32, len(lanes)), lanes))
+
+    def halves(first: Any, second: Any, low: list[int]) -> Any:
+        return b.fadd(shuffled(first, second, low), shuffled(first, second, [lane + 2 for lane in low]))
+
+    # within each four lanes: a0 b0 a1 b1 + a2 b2 a3 b3, then the same by twos
+    ones = [four + lane for four in range(0, LANES, 4) for lane in (0, LANES, 1, LANES + 1)]
+    twos = [four + lane for four in range(0, LANES, 4) for lane in (0, 1, LANES, LANES + 1)]
+    first, second, third, fourth = vectors
+    quads = halves(halves(first, second, ones), halves(third, fourth, ones), twos)
+    half = b.fadd(*(shuffled(quads, quads, list(range(first, first + 8))) for first in (0, 8)))
+    return b.fadd(*(shuffled(half, half, list(range(first, first + 4))) for first in (0, 4)))
+
+
+def dot_step(b: Any, total: Any, codes: Any, weights: Any) -> Any:
+    """total int32x16 + u8 codes . s8 weights, four bytes a lane: one instruction with AVX512-VNNI."""
+    if has("avx512vnni"):
+        return call(b, "llvm.x86.avx512.vpdpbusd.512", VI, total, codes, weights)
+    for byte in range(4):
+        code = b.and_(b.lshr(codes, every(8 * byte)), every(255))
+        signed = b.ashr(b.shl(weights, every(24 - 8 * byte)), every(24))
+        total = b.add(total, b.mul(code, signed))
+    return total
+
+
+def bits_of(b: Any, mask: int, first: Any, second: Any) -> Any:
+    """Bits of `first` where `mask` has ones, of `second` elsewhere; int32x16."""
+    if has("avx512f"):  # as one instruction: left to itself, LLVM may make it a dearer byte permutation
+        return call(b, "llvm.x86.avx512.pternlog.d.512", VI, every(mask), first, second, ir.Constant(I32, 0xCA))
+    return b.or_(b.and_(first, every(mask)), b.and_(second, every(mask ^ 0xFFFFFFFF)))
 
 
 def loop(b: Any, count: Any, initial: list[Any], body: Callable[[Any, list[Any]], list[Any]]) -> list[Any]:
@@ -119,3 +181,46 @@ def load_widened(b: Any, address: Any, index: Any, dtype: int) -> Any:
     if dtype == 0:
         return half_to_float(b, short)
     return b.bitcast(b.shl(b.zext(short, VI), every(16)), VF)
+
+
+def float_to_half(b: Any, values: Any) -> Any:
+    """Bit patterns int16x16 of float32x16 rounded to float16, nearest even. LLVM's own is a call without F16C."""
+    if has("f16c") or platform.machine() in ("aarch64", "arm64"):
+        return b.bitcast(b.fptrunc(values, VH), V16)
+    bits = b.bitcast(values, VI)
+    size = b.and_(bits, every(0x7FFFFFFF))
+    odd = b.and_(b.lshr(size, every(13)), every(1))
+    normal = b.lshr(b.sub(b.add(b.add(size, every(0xFFF)), odd), every(112 << 23)), every(13))
+    # adding 1/2 leaves multiples of 2^-24, the subnormal step, in the low bits
+    tiny = b.sub(b.bitcast(b.fadd(b.bitcast(size, VF), every(0.5, VF)), VI), every(126 << 23))
+    made = b.select(b.icmp_unsigned("<", size, every(113 << 23)), tiny, normal)
+    made = b.select(b.icmp_unsigned(">=", size, every(0x477FF000)), every(0x7C00), made)
+    made = b.select(b.icmp_unsigned(">", size, every(0x7F800000)), every(0x7E00), made)
+    return b.trunc(b.or_(made, b.and_(b.lshr(bits, every(16)), every(0x8000))), V16)
+
+
+def _float_to_bfloat(b: Any, values: Any) -> Any:
+    """float32x16 rounded to bfloat16, nearest even, in the high half of int32x16; the low half is not cleared."""
+    bits = b.bitcast(values, VI)
+    odd = b.and_(b.lshr(bits, every(16)), every(1))
+    nan = b.fcmp_unordered("uno", values, values)
+    return b.select(nan, every(0x7FC00000), b.add(b.add(bits, every(0x7FFF)), odd))
+
+
+def rounded(b: Any, values: Any, dtype: int) -> Any:
+    """float32x16 rounded to the dtype (as in `load_widened`), still float32x16."""
+    if dtype == 2:
+        return values
+    if dtype == 0:
+        return half_to_float(b, float_to_half(b, values))
+    return b.bitcast(b.and_(_float_to_bfloat(b, values), every(0xFFFF0000)), VF)
+
+
+def store_narrowed(b: Any, values: Any, address: Any, index: Any, dtype: int) -> None:
+    """float32x16 to the index-th sixteen values of the dtype, rounded to nearest even; `load_widened` reads them."""
+    offset = b.mul(index, word(LANES * (4 if dtype == 2 else 2)))
+    if dtype == 2:
+        b.store(values, at(b, address, offset, VF), align=4)
+        return
+    short = float_to_half(b, values) if dtype == 0 else b.trunc(b.lshr(_float_to_bfloat(b, values), every(16)), V16)
+    b.store(short, at(b, address, offset, V16), align=2)

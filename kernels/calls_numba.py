@@ -1,0 +1,298 @@
+"""Which thread does which blocks of which sequence, and how their parts become one output. Compiled by numba.
+
+A call is one sequence's attention: int64 numbers, `Call` by name. A task is one KV head of it and a run of its pieces
+(at most 128 tokens each: exact tokens, then records, then exact tokens again).
+"""
+
+import math
+from typing import NamedTuple
+
+import numpy as np
+
+from qkv.kernels.blocks_numba import (
+    Side,
+    hold_tiles,
+    let_tiles_go,
+    make_work,
+    record_outputs,
+    record_scores,
+    softmax,
+    start,
+    token_outputs,
+    token_scores,
+)
+from qkv.kernels.compiled import jit
+from qkv.kernels.softmax_llvm import add_scaled, clear_bytes, get, peek, poke, put, scale_row
+
+TASK_FIELDS = 4  # call, KV head, first piece, behind its last
+
+
+class Call(NamedTuple):
+    """One sequence: addresses, sizes in tokens. Exact K and V [H, T, D], heads `stride` bytes apart."""
+
+    q: int
+    queries: int
+    tokens: int
+    records: int
+    ids: int
+    lengths: int
+    blocks: int
+    sink_k: int
+    sink_v: int
+    sink_stride: int
+    sink: int
+    tail_k: int
+    tail_v: int
+    tail_stride: int
+    tail: int
+    new_k: int
+    new_v: int
+    new_stride: int
+    new: int
+    out: int  # float32 [H*G, Q, D]
+    lse: int  # float32 [H*G, Q]
+
+
+class Fixed(NamedTuple):
+    """What all calls of a batch share."""
+
+    heads: int
+    group: int
+    dim: int
+    dtype: int
+    record_bytes: int
+    head_bytes: int
+    precise: bool
+    amx: bool
+    window: int
+    causal: bool
+    q_dtype: int
+
+
+CALL_FIELDS = len(Call._fields)
+
+
+@jit
+def _call(calls, index):
+    """The index-th call."""
+    p = calls + 8 * CALL_FIELDS * index
+    return Call(
+        peek(p, 0), peek(p, 1), peek(p, 2), peek(p, 3), peek(p, 4), peek(p, 5), peek(p, 6), peek(p, 7), peek(p, 8),
+        peek(p, 9), peek(p, 10), peek(p, 11), peek(p, 12), peek(p, 13), peek(p, 14), peek(p, 15), peek(p, 16),
+        peek(p, 17), peek(p, 18), peek(p, 19), peek(p, 20),
+    )  # fmt: skip
+
+
+@jit
+def _fixed(p):
+    return Fixed(
+        peek(p, 0), peek(p, 1), peek(p, 2), peek(p, 3), peek(p, 4), peek(p, 5), peek(p, 6) != 0, peek(p, 7) != 0,
+        peek(p, 8), peek(p, 9) != 0, peek(p, 10),
+    )  # fmt: skip
+
+
+@jit
+def _side(p):
+    return Side(
+        peek(p, 0), peek(p, 1), peek(p, 2), peek(p, 3), peek(p, 4), peek(p, 5), peek(p, 6), peek(p, 7), peek(p, 8),
+        peek(p, 9),
+    )  # fmt: skip
+
+
+@jit
+def _pieces(call):
+    return -(-call.sink // 128) + call.blocks + -(-call.tail // 128) + -(-call.new // 128)
+
+
+@jit
+def _work(rows, shared, k, v, base):
+    groups, lines = (max(k.groups, 1), max(v.groups, 1)), shared.head_bytes // 64
+    return make_work(rows, shared.dim, shared.dtype, shared.precise, shared.amx, groups[0], groups[1], lines, base)
+
+
+@jit
+def scratch_bytes(rows, fixed, k_side, v_side):
+    """Bytes of work space that a thread needs for so many query rows a KV head."""
+    shared, k, v = _fixed(fixed), _side(k_side), _side(v_side)
+    return _work(rows, shared, k, v, 0).end
+
+
+@jit
+def count_pieces(calls, count):
+    """Pieces of one KV head of all calls."""
+    total = 0
+    for index in range(count):
+        total += _pieces(_call(calls, index))
+    return total
+
+
+@jit
+def _put_task(tasks, index, call, head, first, last):
+    place = tasks + 8 * TASK_FIELDS * index
+    poke(place, 0, call)
+    poke(place, 1, head)
+    poke(place, 2, first)
+    poke(place, 3, last)
+
+
+@jit
+def plan(calls, count, heads, threads, tasks, starts):
+    """Writes tasks int64 [n, 4] and starts int64 [threads + 1], each thread's first task, to addresses; returns n.
+
+    All pieces of all heads, in a row, are cut into equal parts; n is at most count * heads + threads - 1.
+    """
+    total = heads * count_pieces(calls, count)
+    made, passed, thread = 0, 0, 1
+    poke(starts, 0, 0)
+    for index in range(count):
+        pieces = _pieces(_call(calls, index))
+        for head in range(heads):
+            first = 0
+            while thread < threads and passed + pieces - total * thread // threads > 0:
+                cut = max(first, total * thread // threads - passed)
+                if cut > first:
+                    _put_task(tasks, made, index, head, first, cut)
+                    made += 1
+                poke(starts, thread, made)
+                thread += 1
+                first = cut
+            if first < pieces or pieces == 0:
+                _put_task(tasks, made, index, head, first, pieces)
+                made += 1
+            passed += pieces
+    while thread <= threads:
+        poke(starts, thread, made)
+        thread += 1
+    return made
+
+
+@jit
+def _exact_piece(call, shared, head, index):
+    """K and V address, tokens and position of exact piece `index`: the sink's pieces, the tail's, the new ones."""
+    k, v, stride, tokens, position = call.sink_k, call.sink_v, call.sink_stride, call.sink, 0
+    sinks, tails = -(-call.sink // 128), -(-call.tail // 128)
+    if index >= sinks + tails:
+        index -= sinks + tails
+        k, v, stride, tokens, position = call.new_k, call.new_v, call.new_stride, call.new, call.tokens - call.new
+    elif index >= sinks:
+        index -= sinks
+        k, v, stride, tokens = call.tail_k, call.tail_v, call.tail_stride, call.tail
+        position = call.tokens - call.new - call.tail
+    skip = head * stride + 128 * index * shared.dim * (4 if shared.dtype == 2 else 2)
+    return k + skip, v + skip, min(128, tokens - 128 * index), position + 128 * index
+
+
+@jit
+def _sealed_before(call, block):
+    """Tokens of sink and blocks before this one; crops leave short blocks."""
+    tokens = call.sink
+    for i in range(block):
+        tokens += peek(call.lengths, i)
+    return tokens
+
+
+@jit
+def run(calls, tasks, starts, rows_most, fixed, k_side, v_side, scale, softcap, state, out, scratch):
+    """Does one thread's tasks, to state float32 [n, rows_most, 2] (top, sum) and out float32 [n, rows_most, D]."""
+    shared, k_kind, v_kind = _fixed(fixed), _side(k_side), _side(v_side)
+    for task in range(peek(starts, 0), peek(starts, 1)):
+        place = tasks + 8 * TASK_FIELDS * task
+        call, head = _call(calls, peek(place, 0)), peek(place, 1)
+        rows = shared.group * call.queries
+        work = _work(rows, shared, k_kind, v_kind, scratch)
+        ends, made = state + 8 * rows_most * task, out + 4 * rows_most * shared.dim * task
+        clear_bytes(made, 4 * rows * shared.dim)
+        for row in range(rows):
+            put(ends, 2 * row, np.float32(-np.inf))
+            put(ends, 2 * row + 1, np.float32(0))
+        poke(work.cursor, 0, 0)
+        poke(work.cursor, 1, 0)
+        hold_tiles(work)
+        width = shared.dim * (4 if shared.q_dtype == 2 else 2)
+        start(call.q + head * rows * width, shared.q_dtype, scale, k_kind, work)
+        _run_task(call, shared, k_kind, v_kind, (head, peek(place, 2), peek(place, 3)), softcap, ends, made, work)
+        let_tiles_go(work)
+
+
+@jit
+def _run_task(call, shared, k_kind, v_kind, task, softcap, ends, made, work):
+    head, first, last = task
+    before, skip = -(-call.sink // 128), head * shared.head_bytes
+    first_query = call.tokens - call.queries
+    oldest = first_query - shared.window + 1 if shared.window else 0
+    position = _sealed_before(call, max(0, min(first - before, call.blocks)))
+    for piece in range(first, last):
+        block = piece - before
+        if 0 <= block < call.blocks:
+            tokens, begin = peek(call.lengths, block), position
+            position += tokens
+            if begin + tokens <= oldest:
+                continue  # all behind the first query's window
+            part = call.records + peek(call.ids, block) * shared.record_bytes + skip
+            if piece + 1 < last and block + 1 < call.blocks:
+                following = call.records + peek(call.ids, block + 1) * shared.record_bytes + skip
+                poke(work.cursor, 0, following)
+                poke(work.cursor, 1, following + shared.head_bytes)
+            k, v, k_exact, v_exact = part, part, k_kind.scheme == 0, v_kind.scheme == 0
+            if k_exact:
+                k += k_kind.low
+            if v_exact:
+                v += v_kind.low
+        else:
+            k, v, tokens, begin = _exact_piece(call, shared, head, piece if block < 0 else piece - call.blocks)
+            if begin + tokens <= oldest:
+                continue
+            k_exact, v_exact = True, True
+        if k_exact:
+            token_scores(k, tokens, work)
+        else:
+            record_scores(k_kind, k, work)
+        if not softmax(
+            shared.window, shared.causal, softcap, first_query, call.queries, tokens, begin, ends, made, work
+        ):
+            continue
+        if v_exact:
+            token_outputs(v, tokens, made, work)
+        else:
+            record_outputs(v_kind, v, made, work)
+
+
+@jit
+def _same_head(tasks, one, other):
+    one, other = TASK_FIELDS * one, TASK_FIELDS * other
+    return peek(tasks, one) == peek(tasks, other) and peek(tasks, one + 1) == peek(tasks, other + 1)
+
+
+@jit
+def merge(calls, tasks, count, rows_most, fixed, sinks, state, out):
+    """The tasks of each head as one, into its call's output. sinks: float32 [H*G], keys of value zero, or 0."""
+    shared = _fixed(fixed)
+    task = 0
+    while task < count:
+        behind = task + 1
+        while behind < count and _same_head(tasks, task, behind):
+            behind += 1
+        call, head = _call(calls, peek(tasks, TASK_FIELDS * task)), peek(tasks, TASK_FIELDS * task + 1)
+        rows = shared.group * call.queries
+        for row in range(rows):
+            sink = np.float32(-np.inf)
+            if sinks:
+                sink = get(sinks, head * shared.group + row // call.queries)
+            top = sink
+            for i in range(task, behind):
+                top = max(top, get(state, 2 * (rows_most * i + row)))
+            whole = np.float32(0) if sink == -np.inf else np.float32(math.exp(sink - top))
+            target = call.out + 4 * shared.dim * (head * rows + row)
+            clear_bytes(target, 4 * shared.dim)
+            for i in range(task, behind):
+                place = 2 * (rows_most * i + row)
+                total = get(state, place + 1)
+                if total == 0:
+                    continue
+                weight = np.float32(1) if get(state, place) == top else np.float32(math.exp(get(state, place) - top))
+                whole += total * weight
+                add_scaled(out + 4 * shared.dim * (rows_most * i + row), weight, shared.dim, target)
+            put(call.lse, head * rows + row, top + np.float32(math.log(whole)))
+            if whole != 0:
+                scale_row(target, shared.dim, np.float32(1) / whole)
+        task = behind
