@@ -6,13 +6,13 @@ A sealed block is never encoded again, so results do not depend on how tokens ar
 
 import itertools
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from qkv import ops
 from qkv.errors import SequenceClosed, ShapeError
 from qkv.formats import get_format
-from qkv.formats.record import check_finite
 from qkv.offload.device import DeviceTier
 from qkv.pool import BlockPool
 from qkv.sequence import Exact, Sequence
@@ -91,8 +91,8 @@ class KVManager:
         """
         layout = self._bind(layer, k, v)
         self._mine(sequence)
-        check_finite("k", k, ("head", "token", "channel"))
-        check_finite("v", v, ("head", "token", "channel"))
+        for name, x in (("k", k), ("v", v)):
+            ops.check_finite(name, x, ("head", "token", "channel"))
         exact = sequence.layers[layer]
         if exact is None:
             exact = Exact.empty(layout.layer, self.sink_tokens, self.tail_tokens)
@@ -106,13 +106,15 @@ class KVManager:
             sequence.block_lengths += [BLOCK_TOKENS] * missing
         self._layouts[layer] = layout
         sequence.layers[layer] = exact
-        new = torch.stack([k, v])
-        exact.sink[:, :, exact.sink_used : exact.sink_used + to_sink] = new[:, :, :to_sink]
+        for side, x in enumerate((k, v)):
+            exact.sink[side, :, exact.sink_used : exact.sink_used + to_sink] = x[:, :to_sink]
         exact.sink_used += to_sink
-        stream = torch.cat([exact.tail[:, :, : exact.tail_used], new[:, :, to_sink:]], dim=2)
-        self._seal(sequence, layer, exact, stream[:, :, : to_seal * BLOCK_TOKENS])
-        exact.tail_used = waiting - to_seal * BLOCK_TOKENS
-        exact.tail[:, :, : exact.tail_used] = stream[:, :, to_seal * BLOCK_TOKENS :]
+        k, v = k[:, to_sink:], v[:, to_sink:]
+        if to_seal:
+            k, v = self._seal_oldest(sequence, layer, exact, k, v, to_seal * BLOCK_TOKENS)
+        for side, x in enumerate((k, v)):
+            exact.tail[side, :, exact.tail_used : exact.tail_used + x.shape[1]] = x
+        exact.tail_used += k.shape[1]
 
     def attend(
         self,
@@ -132,6 +134,24 @@ class KVManager:
         """
         return ops.attend(q, self.view(sequence, layer, new), options, need_lse)
 
+    def attend_many(
+        self,
+        sequences: list[Sequence],
+        layer: int,
+        queries: list[torch.Tensor],
+        options: AttendOptions,
+        *,
+        new: list[tuple[torch.Tensor, torch.Tensor]] | None = None,
+        need_lse: bool = True,
+    ) -> list[tuple[torch.Tensor, torch.Tensor | None]]:
+        """`attend` for many sequences in one go; their lengths and query counts may differ. Decode steps share threads.
+
+        Changes nothing. Raises ShapeError, SequenceClosed.
+        """
+        steps: list[Any] = new or [None] * len(sequences)
+        views = [self.view(sequence, layer, step) for sequence, step in zip(sequences, steps, strict=True)]
+        return ops.attend_many(queries, views, options, need_lse)
+
     def view(self, sequence: Sequence, layer: int, new: tuple[torch.Tensor, torch.Tensor] | None = None) -> KVView:
         """Where the sequence's K and V of one layer lie, `new` [H, T, D] behind them. Copies only `new`."""
         self._mine(sequence)
@@ -144,15 +164,16 @@ class KVManager:
             layout = bound
         spec = layout.layer
         exact = sequence.layers[layer] or Exact.empty(spec, 0, 0)
-        records = self._tier.records(layer)
+        records, table = self._tier.records(layer), sequence.table(spec.device)
         return KVView(
             layout,
             torch.zeros(0, layout.record_bytes, dtype=torch.uint8, device=spec.device) if records is None else records,
-            torch.tensor(sequence.block_ids[: exact.sealed], dtype=torch.int64, device=spec.device),
-            torch.tensor(sequence.block_lengths[: exact.sealed], dtype=torch.int64, device=spec.device),
+            table[0, : exact.sealed],
+            table[1, : exact.sealed],
             exact.sink[:, :, : exact.sink_used],
             exact.tail[:, :, : exact.tail_used],
             exact.tail[:, :, :0] if new is None else torch.stack(list(new)),
+            sum(sequence.block_lengths[: exact.sealed]),
         )
 
     def gather(self, sequence: Sequence, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -253,18 +274,36 @@ class KVManager:
         records = self._tier.records(layer)
         return 0 if records is None else records.shape[0]
 
-    def _seal(self, sequence: Sequence, layer: int, exact: Exact, stream: torch.Tensor) -> None:
-        """Write `stream` [2, H, n*128, D] into the table's next n records of this layer."""
+    def _seal_oldest(
+        self, sequence: Sequence, layer: int, exact: Exact, k: torch.Tensor, v: torch.Tensor, count: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Seal the `count` oldest tokens of the tail and k, v [H, T, D] behind it; returns what is left of k and v.
+
+        Blocks that lie in k and v whole are read there. The tail keeps what is newer than `count`.
+        """
+        from_tail = min(exact.tail_used, count)
+        joined = -(-from_tail // BLOCK_TOKENS) * BLOCK_TOKENS - from_tail  # new tokens that complete the tail's blocks
+        if from_tail:
+            old = exact.tail[:, :, :from_tail]
+            self._seal(sequence, layer, exact, *(torch.cat([old[i], x[:, :joined]], 1) for i, x in enumerate((k, v))))
+            exact.tail_used -= from_tail
+            exact.tail[:, :, : exact.tail_used] = exact.tail[:, :, from_tail : from_tail + exact.tail_used].clone()
+        end = max(joined, count - from_tail)
+        self._seal(sequence, layer, exact, k[:, joined:end], v[:, joined:end])
+        return k[:, end:], v[:, end:]
+
+    def _seal(self, sequence: Sequence, layer: int, exact: Exact, k: torch.Tensor, v: torch.Tensor) -> None:
+        """Write k, v [H, n*128, D] into the table's next n records of this layer."""
         layout = self._layouts[layer]
         assert layout is not None
-        if not stream.shape[2]:
+        if not k.shape[1]:
             return
         records = self._tier.reserve(layer, self._pool.capacity, layout.record_bytes, layout.layer.device)
-        blocks = torch.unflatten(stream, 2, (-1, BLOCK_TOKENS)).transpose(1, 2)  # [2, n, H, 128, D]
-        ids = sequence.block_ids[exact.sealed : exact.sealed + blocks.shape[1]]
+        blocks = [torch.unflatten(x, 1, (-1, BLOCK_TOKENS)).transpose(0, 1) for x in (k, v)]  # [n, H, 128, D]
+        ids = sequence.block_ids[exact.sealed : exact.sealed + len(blocks[0])]
         for first in range(0, len(ids), SEAL_BLOCKS):
             run = slice(first, first + SEAL_BLOCKS)
-            ops.seal(blocks[0, run], blocks[1, run], layout, records, ids[run])
+            ops.seal(blocks[0][run], blocks[1][run], layout, records, ids[run], checked=True)
         exact.sealed += len(ids)
 
     def _bind(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> RecordLayout:

@@ -48,6 +48,16 @@ class Sequence:
     block_ids: list[int] = field(default_factory=list)
     block_lengths: list[int] = field(default_factory=list)  # below 128 only after a crop
     closed: bool = False
+    _table: tuple[list[int], list[int], torch.Tensor] | None = None
+
+    def table(self, device: torch.device) -> torch.Tensor:
+        """Block ids and lengths as int64 [2, N] on a device. Made anew only when the table has changed."""
+        held = self._table
+        if held is None or held[0] != self.block_ids or held[1] != self.block_lengths or held[2].device != device:
+            ids, lengths = list(self.block_ids), list(self.block_lengths)
+            with torch.inference_mode(False):
+                held = self._table = (ids, lengths, torch.tensor([ids, lengths], dtype=torch.int64, device=device))
+        return held[2]
 
     def layer_length(self, layer: int) -> int:
         """Tokens stored in one layer."""

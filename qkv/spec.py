@@ -98,13 +98,20 @@ class RecordLayout:
     A head's part is K codes, K scale, K zero, V codes, V scale, V zero, each field at a multiple of 64 bytes; fields a
     scheme does not have take no room. `zero` holds the group minimum: x ~ scale * code + zero. A second scale per token
     (two-axis formats) will be one more field after `zero`, under a new LAYOUT_VERSION.
-    Raises FormatError if head_dim does not suit the format.
+    `version` is that of the records at hand: this release reads and writes one.
+    Raises FormatError for another one, and if head_dim does not suit the format.
     """
 
     format: Format
     layer: LayerSpec
+    version: int = LAYOUT_VERSION
 
     def __post_init__(self) -> None:
+        if self.version != LAYOUT_VERSION:
+            raise FormatError(
+                f"record layout version: got {self.version}, wanted {LAYOUT_VERSION}; seal the K and V again with this "
+                "release of qkv, or read the records with the one that wrote them"
+            )
         coded = [side.id for side in (self.format.k, self.format.v) if side.scheme != "raw"]
         if coded and self.layer.head_dim % TILE_LANES:
             raise FormatError(
@@ -186,6 +193,7 @@ class KVView:
 
     records        uint8 [num_blocks, R]; block_ids, block_lengths: int64 [N], a length < 128 after a crop
     sink/tail/new  [2, H, T, D], K then V; T may be 0
+    sealed_tokens  sum of block_lengths where it is at hand; None: it is computed
     """
 
     layout: RecordLayout
@@ -195,12 +203,14 @@ class KVView:
     sink: torch.Tensor
     tail: torch.Tensor
     new: torch.Tensor
+    sealed_tokens: int | None = None
 
-    @property
+    @cached_property
     def stored_tokens(self) -> int:
-        return self.sink.shape[2] + int(self.block_lengths.sum()) + self.tail.shape[2]
+        sealed = int(self.block_lengths.sum()) if self.sealed_tokens is None else self.sealed_tokens
+        return self.sink.shape[2] + sealed + self.tail.shape[2]
 
-    @property
+    @cached_property
     def tokens(self) -> int:
         return self.stored_tokens + self.new.shape[2]
 

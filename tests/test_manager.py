@@ -301,3 +301,24 @@ def test_any_order_of_calls_against_a_plain_model(seed: int) -> None:
             assert manager.length(held) == want.shape[2]
             if want.shape[2]:
                 assert torch.equal(torch.stack(manager.gather(held, 1)), want)
+
+
+def test_many_sequences_at_once_are_each_alone() -> None:
+    """Decode steps and a long chunk, over histories of any length, in one call."""
+    manager = KVManager(1, "kivi4")
+    sequences = [manager.open() for _ in range(4)]
+    for sequence, tokens in zip(sequences, (900, 3, 300, 0), strict=True):
+        if tokens:
+            manager.append(sequence, 0, *torch.randn(2, 2, tokens, 64))
+    counts = (1, 3, 80, 1)
+    steps = [tuple(torch.randn(2, 2, count, 64)) for count in counts]
+    queries = [torch.randn(4, count, 64) for count in counts]
+    options = AttendOptions(0.125)
+    together = manager.attend_many(sequences, 0, queries, options, new=steps)
+    for sequence, q, step, (out, lse) in zip(sequences, queries, steps, together, strict=True):
+        alone, alone_lse = manager.attend(sequence, 0, q, options, new=step)
+        torch.testing.assert_close(out, alone)
+        torch.testing.assert_close(lse, alone_lse)
+    with pytest.raises(ShapeError, match=r"sequence 1: got 2 query heads .* wanted those of the first, 4"):
+        manager.attend_many(sequences[:2], 0, [queries[0], queries[1][:2]], options, new=steps[:2])
+    assert manager.attend_many([], 0, [], options) == []

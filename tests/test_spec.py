@@ -70,6 +70,12 @@ def test_head_dim_72_is_refused_with_a_way_out(name: str) -> None:
     assert layout("exact", 72).bits_per_value == 16
 
 
+@pytest.mark.parametrize("version", [0, 2])
+def test_records_of_another_layout_are_refused(version: int) -> None:
+    with pytest.raises(FormatError, match=f"record layout version: got {version}, wanted 1; seal"):
+        RecordLayout(get_format("kivi2"), LayerSpec(2, 64, torch.float16), version)
+
+
 def test_a_field_is_a_view() -> None:
     spec = layout("kivi2", 64)
     records = torch.zeros(3, spec.record_bytes, dtype=torch.uint8)

@@ -129,13 +129,15 @@ def _over_records(
     if k.shape[2] != query.shape[2]:
         raise ShapeError(f"attention: got {query.shape[2]} queries for {k.shape[2]} new keys; wanted the same count")
     new = layer.rows.step_mask(layer.index, mask, k.shape[2])
+    keep = [slice(None)] * len(k) if new is None else [tokens.to(k.device) for tokens in new]
+    steps = [(k[row][:, kept], v[row][:, kept]) for row, kept in enumerate(keep)]
+    queries = [query[row][:, kept] for row, kept in enumerate(keep)]
+    made = layer.rows.manager.attend_many(
+        layer.rows.sequences, layer.index, queries, options, new=steps, need_lse=False
+    )
     out = torch.zeros_like(query)
-    for row, sequence in enumerate(layer.rows.sequences):
-        keep = slice(None) if new is None else new[row].to(k.device)
-        step = (k[row][:, keep], v[row][:, keep])
-        out[row][:, keep] = layer.rows.manager.attend(
-            sequence, layer.index, query[row][:, keep], options, new=step, need_lse=False
-        )[0]
+    for row, kept in enumerate(keep):
+        out[row][:, kept] = made[row][0]
     layer.commit(new)
     return out
 

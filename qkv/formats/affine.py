@@ -19,7 +19,8 @@ def encode(x: torch.Tensor, bits: int, group: int) -> tuple[torch.Tensor, torch.
     pad = -count % group
     padded = torch.cat([x, x[..., -1:].expand(*x.shape[:-1], pad)], dim=-1) if pad else x
     groups = torch.unflatten(padded, -1, (-1, group))
-    low, high = groups.amin(-1, keepdim=True), groups.amax(-1, keepdim=True)
+    # + 0: which of 0 and -0 a reduction returns depends on how x lies in memory, and records must not
+    low, high = groups.amin(-1, keepdim=True) + 0.0, groups.amax(-1, keepdim=True) + 0.0
     # CUDA divides by a Python number as a product with its reciprocal; records must not depend on the device
     scale = (high - low) / torch.full((), levels, dtype=x.dtype, device=x.device)
     steps = (groups - low) / scale

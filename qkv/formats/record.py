@@ -6,13 +6,14 @@ tokens of one channel), V as it is [T, D] (a group runs over channels of one tok
 
 import torch
 
-from qkv.errors import FormatError
+from qkv.errors import FormatError, ShapeError
 from qkv.formats import affine, scaled, tiles
 from qkv.shapes import check, check_like
 from qkv.spec import BLOCK_TOKENS, RecordLayout, SideSpec
 
 # a group from -this to this still has a range that float32 can hold; bfloat16 would round 1.7e38 up to 2**127
 LARGEST_VALUE = 1.69e38
+BLOCK_AXES = ("block", "head", "token", "channel")
 
 
 def seal(k: torch.Tensor, v: torch.Tensor, layout: RecordLayout) -> torch.Tensor:
@@ -20,11 +21,9 @@ def seal(k: torch.Tensor, v: torch.Tensor, layout: RecordLayout) -> torch.Tensor
 
     Raises ShapeError, or FormatError with the position of an inf or NaN.
     """
-    sizes = {"H": layout.layer.kv_heads, "D": layout.layer.head_dim}
-    blocks = check(f"N H {BLOCK_TOKENS} D", sizes, k=k, v=v)["N"]
+    blocks = check_blocks(k, v, layout)
     for name, tensor in (("k", k), ("v", v)):
-        check_like(name, tensor, layout.layer.dtype, tensor.device)
-        check_finite(name, tensor, ("block", "head", "token", "channel"))
+        check_finite(name, tensor, BLOCK_AXES)
     # zeros, not empty: alignment gaps are part of the bytes that a checksum will cover
     records = torch.zeros(blocks, layout.record_bytes, dtype=torch.uint8, device=k.device)
     if blocks:
@@ -33,10 +32,26 @@ def seal(k: torch.Tensor, v: torch.Tensor, layout: RecordLayout) -> torch.Tensor
     return records
 
 
+def check_blocks(k: torch.Tensor, v: torch.Tensor, layout: RecordLayout) -> int:
+    """N, if k, v are [N, H, 128, D] in the model dtype on one device. Raises ShapeError."""
+    sizes = {"H": layout.layer.kv_heads, "D": layout.layer.head_dim}
+    blocks = check(f"N H {BLOCK_TOKENS} D", sizes, k=k, v=v)["N"]
+    for name, tensor in (("k", k), ("v", v)):
+        check_like(name, tensor, layout.layer.dtype, k.device)
+    return blocks
+
+
 def unseal(records: torch.Tensor, layout: RecordLayout) -> tuple[torch.Tensor, torch.Tensor]:
     """Decode records uint8 [N, R] -> k, v float32 [N, H, 128, D]. Allocates. Raises ShapeError."""
-    check(f"N {layout.record_bytes}", records=records)
+    check_records(records, layout)
     return _decode_side("k", layout.format.k, layout, records), _decode_side("v", layout.format.v, layout, records)
+
+
+def check_records(records: torch.Tensor, layout: RecordLayout) -> None:
+    """Raises ShapeError unless `records` is uint8 [N, R] of this layout."""
+    check(f"N {layout.record_bytes}", records=records)
+    if records.dtype != torch.uint8:
+        raise ShapeError(f"records: got dtype {records.dtype}, wanted torch.uint8")
 
 
 def check_finite(name: str, tensor: torch.Tensor, axes: tuple[str, ...]) -> None:

@@ -84,3 +84,14 @@ def test_short_last_group_is_a_group_of_its_own(count: int, group: int) -> None:
     assert torch.equal(scale[:, -1:], alone[1])
     assert torch.equal(low[:, -1:], alone[2])
     assert codes.shape == x.shape
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_zero_minimum_is_plus_zero_however_x_lies(dtype: torch.dtype) -> None:
+    """Which of 0 and -0 a reduction returns depends on the memory order."""
+    zeros = (torch.randint(0, 2, (2, 64, 64)) * 2.0 - 1).mul(0.0).to(dtype)
+    assert zeros.signbit().any()
+    for x in (zeros, zeros.mT.contiguous().mT):
+        for made in affine.encode(x, 4, 32)[1:]:
+            assert not made.any()
+            assert not made.signbit().any()

@@ -3,11 +3,14 @@
 import os
 import subprocess
 import sys
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from qkv.formats import get_format
 from qkv.formats.record import seal, unseal
@@ -15,8 +18,8 @@ from qkv.kernels import attend_torch
 from qkv.spec import BLOCK_TOKENS, AttendOptions, KVView, LayerSpec, RecordLayout
 
 numba = pytest.importorskip("numba", reason="numba is not installed")
-from qkv.kernels import attend_numba  # noqa: E402  # needs numba
-from qkv.kernels.rows_llvm import read_meta  # noqa: E402
+from qkv.kernels import amx_llvm, attend_numba, calls_numba  # noqa: E402  # needs numba
+from qkv.kernels.softmax_llvm import widen_row  # noqa: E402
 
 FORMATS = [
     "kivi2",
@@ -47,6 +50,8 @@ SHAPES = [
 # spread of the codes around their middle over that of the values (below 4; int8: 127 where values are far below the
 # token's largest).
 ROUNDED = {True: 2e-5, False: 2e-3}
+
+PARTS = ("records", "block_ids", "block_lengths", "sink", "tail", "new")
 
 
 def view_of(
@@ -98,6 +103,69 @@ def test_equals_the_reference(name: str, dim: int, group: int, queries: int, dty
         error, lse_error = both(q, view, options)
         assert error <= ROUNDED[precise], options
         assert lse_error <= 20 * ROUNDED[precise], options
+
+
+@pytest.mark.parametrize(("dim", "group", "queries", "dtype"), [SHAPES[2], SHAPES[5]])
+@pytest.mark.parametrize("name", FORMATS)
+def test_without_amx(
+    name: str, dim: int, group: int, queries: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(amx_llvm, "has_amx", lambda: False)
+    assert "AMX" not in attend_numba.instructions()
+    error, lse_error = both(
+        torch.randn(2 * group, queries, dim), view_of(name, 2, dim, dtype), AttendOptions(dim**-0.5)
+    )
+    assert error <= ROUNDED[False]
+    assert lse_error <= 20 * ROUNDED[False]
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_a_ragged_batch_is_each_sequence_alone(threads: int) -> None:
+    """Lengths from one token to many blocks and query counts from 1 to 16, in one call."""
+    sizes = [(0, 0, 0, 1), (64, 30, 70, 16), (1, 0, 0, 0), (64, 1, 200, 5), (64, 9, 64, 0), (0, 3, 0, 0)]
+    views = [view_of("kivi3", 2, 64, torch.bfloat16, each) for each in sizes]
+    layout = views[0].layout
+    views = [KVView(layout, *(getattr(view, name) for name in PARTS)) for view in views]
+    queries = [torch.randn(6, count, 64) for count in (1, 16, 1, 5, 1, 8)]
+    options = AttendOptions(0.125, sinks=torch.randn(6))
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(threads)
+        together = attend_numba.attend_many(queries, views, options)
+    finally:
+        torch.set_num_threads(before)
+    for q, view, (out, lse) in zip(queries, views, together, strict=True):
+        want, want_lse = attend_torch.attend(q, view, options, lambda rows: unseal(rows, layout))
+        assert float((out - want).norm() / want.norm()) <= ROUNDED[False]
+        assert float((lse - want_lse).abs().max()) <= 20 * ROUNDED[False]
+
+
+@given(
+    pieces=st.lists(st.tuples(*[st.integers(0, 400)] * 3, st.integers(0, 9)), min_size=1, max_size=6),
+    heads=st.integers(1, 5),
+    threads=st.integers(1, 7),
+)
+@settings(max_examples=200, deadline=None)
+def test_every_piece_is_planned_once_and_evenly(
+    pieces: list[tuple[int, int, int, int]], heads: int, threads: int
+) -> None:
+    calls = np.zeros((len(pieces), calls_numba.CALL_FIELDS), np.int64)
+    for row, (sink, tail, new, blocks) in zip(calls, pieces, strict=True):
+        named = {"sink": sink, "tail": tail, "new": new, "blocks": blocks}
+        for name, value in named.items():
+            row[calls_numba.Call._fields.index(name)] = value
+    tasks = np.zeros((len(pieces) * heads + threads - 1, calls_numba.TASK_FIELDS), np.int64)
+    starts = np.zeros(threads + 1, np.int64)
+    count = calls_numba.plan(calls.ctypes.data, len(calls), heads, threads, tasks.ctypes.data, starts.ctypes.data)
+    sizes = [sum(-(-tokens // BLOCK_TOKENS) for tokens in each[:3]) + each[3] for each in pieces]
+    planned = [(call, head, i) for call, head, first, last in tasks[:count].tolist() for i in range(first, last)]
+    assert planned == [(call, head, i) for call, size in enumerate(sizes) for head in range(heads) for i in range(size)]
+    assert {tuple(task[:2]) for task in tasks[:count].tolist()} == {
+        (c, h) for c in range(len(sizes)) for h in range(heads)
+    }
+    shares = [sum(last - first for _, _, first, last in tasks[a:b].tolist()) for a, b in pairwise(starts.tolist())]
+    assert sum(shares) == sum(sizes) * heads
+    assert max(shares) - min(shares) <= 1
 
 
 @pytest.mark.parametrize(
@@ -161,17 +229,17 @@ def test_refusals_say_why() -> None:
 
 @numba.njit
 def widened(values: Any, out: Any) -> None:
-    read_meta(values.ctypes.data, 0, values.size, np.float32(0), out.ctypes.data, out[1].ctypes.data, 0)
+    widen_row(values.ctypes.data, 0, values.size, np.float32(1), out.ctypes.data)
 
 
 def test_every_float16_is_widened_exactly() -> None:
     patterns = torch.arange(65536, dtype=torch.int32).to(torch.int16)
     values = patterns[torch.isfinite(patterns.view(torch.float16))]
     values = values[: len(values) // 16 * 16]
-    out = np.zeros((2, len(values)), np.float32)
+    out = np.zeros(len(values), np.float32)
     widened(values.numpy(), out)
     want = values.view(torch.float16).float()
-    assert torch.equal(torch.from_numpy(out[0]).view(torch.int32), want.view(torch.int32))
+    assert torch.equal(torch.from_numpy(out).view(torch.int32), want.view(torch.int32))
 
 
 GENERIC = """
