@@ -95,7 +95,7 @@ class Work(NamedTuple):
 
 @jit
 def make_work(rows, dim, dtype, precise, amx, k_groups, v_groups, lines, base):
-    """The work space from address `base` on; `end - base` is its size, for any base. lines: cache lines of one block."""
+    """The work space from address `base` on; `end - base` is its size, for any base. lines: cache lines of a block."""
     passes = -(-rows // (MOST_ROWS if amx else SHARED_ROWS))
     some = -(-rows // passes)
     padded, width, groups = some * passes, max(128, -(-dim // 64) * 64), max(k_groups, v_groups)
@@ -216,7 +216,7 @@ def _tiles(side, summed, part, lanes, count, out, pitch, work, add):
 
 @jit
 def _tiles_amx(side, summed, part, lanes, columns, out, pitch, work, add):
-    """As `_tiles`. Each step runs over the whole block: a tile load waits for stores that are under way to its bytes."""
+    """As `_tiles`. Each step runs over the whole block: a tile load waits for stores under way to its bytes."""
     operands, size = part + side.low, columns[0] * 64
     if side.bits != 8:
         operands, size = work.operands, 1024 * summed.chunks

@@ -185,6 +185,26 @@ def _to_bytes(b: Any, even: list[Any], odd: list[Any]) -> tuple[Any, Any]:
     return b.xor(high, every(0x80008000)), low
 
 
+def _round_chunk(
+    b: Any, scaled: list[Any], c: Any, meta: tuple[Any, Any], sums: list[Any]
+) -> tuple[tuple[Any, Any], list[Any]]:
+    """High and low bytes of a chunk's weights in one group, and the group's sums moved on.
+
+    scaled  values over the row's step, odd vectors 256 times that: their weights are rounded eight bits further up,
+            where 23 bits hold the 15 of a weight and 8 that rounding leaves behind
+    sums    of values times offsets, even and odd vectors apart, and of the rounded weights
+    """
+    magic = [every(MAGIC, VF), every(MAGIC + 128, VF)]
+    dots, rounded = sums[:2], []
+    for j, x in enumerate(scaled):
+        scale, offset = (b.load(_chunk(b, place, c, j), align=4) for place in meta)
+        dots[j % 2] = fma(b, x, offset, dots[j % 2])
+        rounded.append(b.bitcast(fma(b, x, scale, magic[j % 2]), VI))
+    high, low = _to_bytes(b, rounded[::2], rounded[1::2])
+    total = dot_step(b, sums[2], every(0x80808080), high)
+    return (high, low), [*dots, dot_step(b, total, every(0x01010101), low)]
+
+
 @intrinsic
 def fold_bytes(
     typingctx: Any,
@@ -213,9 +233,7 @@ def fold_bytes(
     def generate(context: Any, b: Any, signature: Any, args: Any) -> Any:
         values, meta, groups, chunks, width, middle, step, inverse, weights, weights_pitch, ends, ends_pitch = args
         row = b.mul(width, word(4))
-        # odd vectors eight bits further up: 23 bits hold 15 of a weight and 8 that rounding leaves behind
         factors = [broadcast(b, x, VF) for x in (inverse, b.fmul(inverse, ir.Constant(F32, 256.0)))]
-        magic = [every(MAGIC, VF), every(MAGIC + 128, VF)]
 
         def of_groups(count: int) -> None:
             def chunk(c: Any, carried: list[Any]) -> list[Any]:
@@ -223,17 +241,11 @@ def fold_bytes(
                 made = []
                 for g in range(count):
                     place = b.add(meta, b.mul(row, word(2 * g)))
-                    dots, rounded = list(carried[3 * g : 3 * g + 2]), []
-                    for j, x in enumerate(scaled):
-                        scale = b.load(_chunk(b, place, c, j), align=4)
-                        dots[j % 2] = fma(b, x, b.load(_chunk(b, b.add(place, row), c, j), align=4), dots[j % 2])
-                        rounded.append(b.bitcast(fma(b, x, scale, magic[j % 2]), VI))
-                    high, low = _to_bytes(b, rounded[::2], rounded[1::2])
+                    rounded, sums = _round_chunk(b, scaled, c, (place, b.add(place, row)), carried[3 * g : 3 * g + 3])
                     target = b.add(b.add(weights, b.mul(weights_pitch, word(g))), b.mul(c, word(CHUNK)))
-                    b.store(high, at(b, target, 0, VI), align=1)
-                    b.store(low, at(b, target, width, VI), align=1)
-                    total = dot_step(b, carried[3 * g + 2], every(0x80808080), high)
-                    made += [*dots, dot_step(b, total, every(0x01010101), low)]
+                    for i, half in enumerate(rounded):
+                        b.store(half, at(b, target, b.mul(width, word(i)), VI), align=1)
+                    made += sums
                 return made
 
             sums = loop(b, chunks, [every(0.0, VF), every(0.0, VF), every(0)] * count, chunk)

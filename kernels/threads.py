@@ -5,6 +5,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 
+import numba
 import torch
 
 
@@ -19,8 +20,8 @@ if hasattr(os, "register_at_fork"):  # not on Windows, which does not fork
 
 
 def threads_for(pieces: int, fewest: int) -> int:
-    """Threads worth having: torch's setting, but at least `fewest` pieces each. At least 1."""
-    return max(1, min(torch.get_num_threads(), pieces // fewest))
+    """Threads worth having: as many as torch and NUMBA_NUM_THREADS allow, with at least `fewest` pieces each."""
+    return max(1, min(torch.get_num_threads(), numba.config.NUMBA_NUM_THREADS, pieces // fewest))
 
 
 def share(run: Callable[[int], None], threads: int) -> None:

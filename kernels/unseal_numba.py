@@ -48,7 +48,7 @@ def unseal(records: torch.Tensor, layout: RecordLayout) -> tuple[torch.Tensor, t
 def unseal_into(
     records: torch.Tensor, block_ids: torch.Tensor, lengths: torch.Tensor, layout: RecordLayout, out: torch.Tensor
 ) -> None:
-    """The first `lengths` tokens of the records `block_ids` (whole numbers [N] both), in this order, to out [2, H, T, D].
+    """The first `lengths` tokens of the records `block_ids` ([N], integers both), in order, to out [2, H, T, D].
 
     Mutates `out`, of the model's dtype or float32: K then V, the last axis contiguous, T the sum of the lengths. Values
     are those of `unseal`, at most the dtype's largest finite one, rounded to nearest even. Raises ShapeError.

@@ -91,7 +91,7 @@ def _decode_side(prefix: str, side: SideSpec, layout: RecordLayout, records: tor
         return layout.field(records, f"{prefix}_{name}")
 
     if side.scheme == "raw":
-        return read("codes").float()
+        return read("codes").to(torch.float32, copy=True)  # never a view of the records
     summed = layout.layer.head_dim if prefix == "k" else BLOCK_TOKENS
     codes = tiles.unpack([read(f"codes_{i}") for i in range(len(side.planes))], side.planes, summed)
     if side.scheme == "scaled":

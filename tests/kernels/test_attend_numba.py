@@ -221,7 +221,7 @@ def test_huge_scores_do_not_overflow() -> None:
 def test_refusals_say_why() -> None:
     view = view_of("kivi2", 2, 64, torch.float32)
     assert attend_numba.refusal(torch.randn(4, 1, 64), view) is None
-    assert "65 query rows" in attend_numba.refusal(torch.randn(2, 65, 64), view)
+    assert "129 query rows" in attend_numba.refusal(torch.randn(2, 129, 64), view)
     assert "no queries" in attend_numba.refusal(torch.randn(2, 0, 64), view)
     odd = view_of("exact", 1, 24, torch.float32)
     assert "multiple of 16" in attend_numba.refusal(torch.randn(1, 1, 24), odd)
