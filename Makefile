@@ -15,7 +15,7 @@ PINNED_TORCH := torch==2.13.0
 PYTEST := $(BIN)/python -m pytest
 TESTED_TRANSFORMERS := 4.57.6 5.19.0
 
-.PHONY: setup test test-4576 test-matrix test-heavy demo lint types wheel clean
+.PHONY: setup test test-4576 test-matrix test-heavy demo bench lint types wheel clean
 
 setup: $(STAMP)
 
@@ -60,6 +60,19 @@ test-heavy: setup
 
 demo: setup
 	$(BIN)/qkv demo
+
+# ---- benchmarks; the peers stay beside the venv, because transformers imports hqq, which warns, wherever it is found ----
+
+BENCH_PEERS := optimum-quanto hqq einops ninja termcolor
+
+.bench/.qkv-stamp: constraints.txt | setup
+	rm -rf .bench
+	$(BIN)/python -m pip install -q --no-deps -c constraints.txt --target .bench $(BENCH_PEERS)
+	touch $@
+
+bench: setup .bench/.qkv-stamp
+	PYTHONPATH='$(CURDIR)/.bench' $(BIN)/python benchmarks/suite.py
+	$(BIN)/python benchmarks/tables.py
 
 lint: setup
 	$(BIN)/ruff check .
@@ -116,5 +129,5 @@ wheel: setup
 	rm -rf "$$root/build"
 
 clean:
-	rm -rf build dist *.egg-info .matrix .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf build dist *.egg-info .matrix .bench .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -path ./$(VENV) -prune -o -name __pycache__ -type d -prune -exec rm -rf {} +

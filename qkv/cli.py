@@ -16,6 +16,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from qkv import documents, models
+from qkv.bench.commands import app as bench_app
 from qkv.errors import InputError, QkvError
 from qkv.formats import get_format, list_formats
 from qkv.spec import Format, LayerSpec, RecordLayout
@@ -26,6 +27,7 @@ DEFAULT_FORMAT = "kivi4"
 app = typer.Typer(no_args_is_help=True, add_completion=False, help="qkv: low-bit KV cache for long-context models.")
 models_app = typer.Typer(no_args_is_help=True, help="Models that qkv knows how to get.")
 app.add_typer(models_app, name="models")
+app.add_typer(bench_app, name="bench")
 # what is printed comes from documents and models: nothing in it is markup
 out, err = Console(markup=False, highlight=False), Console(stderr=True, markup=False, highlight=False)
 
