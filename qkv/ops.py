@@ -66,6 +66,8 @@ def _cpu_kernel(name: str) -> tuple[Any, str]:
     try:
         return importlib.import_module(f"qkv.kernels.{name}"), ""
     except ImportError as error:
+        if (error.name or "").split(".")[0] not in ("numba", "llvmlite"):
+            raise  # a fault of ours: the reference in its place would be slow in silence
         return None, f"numba cannot be imported ({error}); pip install 'qkv[cpu]'"
 
 
