@@ -14,8 +14,10 @@ byte's dots share the unpacking. `precise` keeps w in float32.
 """
 
 import threading
+from array import array
 from collections.abc import Sequence
 from functools import cache
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -67,14 +69,15 @@ def _side(prefix: str, side: SideSpec, layout: RecordLayout) -> Side:
     return Side(AFFINE, *places, 0, scale.offset, zero, side.group, scale.shape[0], middle)
 
 
-def _call(q: torch.Tensor, view: KVView, made: tuple[torch.Tensor, torch.Tensor]) -> tuple[int, ...]:
+def _call(q: torch.Tensor, view: KVView, made: tuple[torch.Tensor, torch.Tensor | None]) -> tuple[int, ...]:
     """calls_numba.Call, as plain numbers."""
+    places = made[0].data_ptr(), 0 if made[1] is None else made[1].data_ptr()
     exact = []
     for piece in (view.sink, view.tail, view.new):
         k, width, (side, head) = piece.data_ptr(), piece.element_size(), piece.stride()[:2]
         exact += [k, k + side * width, head * width, piece.shape[2]]
     records = (view.records.data_ptr(), view.block_ids.data_ptr(), view.block_lengths.data_ptr(), len(view.block_ids))
-    return (q.data_ptr(), q.shape[1], view.tokens, *records, *exact, made[0].data_ptr(), made[1].data_ptr())
+    return (q.data_ptr(), q.shape[1], view.tokens, *records, *exact, *places)
 
 
 class _Scratch(threading.local):
@@ -88,8 +91,8 @@ class _Scratch(threading.local):
         held = self.held.get(purpose)
         if held is None or held[0] < size:
             # zeros: stale bytes may be read as float, and a NaN among them would not stay unread
-            array = np.zeros(size + 64, np.uint8)
-            held = self.held[purpose] = (size, -(-array.ctypes.data // 64) * 64, array)
+            memory = np.zeros(size + 64, np.uint8)
+            held = self.held[purpose] = (size, -(-memory.ctypes.data // 64) * 64, memory)
         return held[1]
 
 
@@ -117,7 +120,7 @@ def refusal(q: torch.Tensor, view: KVView) -> str | None:
     return None
 
 
-def attend(q: torch.Tensor, view: KVView, options: AttendOptions) -> tuple[torch.Tensor, torch.Tensor]:
+def attend(q: torch.Tensor, view: KVView, options: AttendOptions) -> tuple[torch.Tensor, torch.Tensor | None]:
     """q [H*G, Q, D], the last Q positions of the view -> out [H*G, Q, D] in q's dtype, log-sum-exp float32 [H*G, Q].
 
     A query that sees no key gets 0 and -inf. Allocates; mutates nothing. Runs on torch.get_num_threads() threads.
@@ -126,25 +129,25 @@ def attend(q: torch.Tensor, view: KVView, options: AttendOptions) -> tuple[torch
 
 
 def attend_many(
-    queries: Sequence[torch.Tensor], views: Sequence[KVView], options: AttendOptions
-) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    queries: Sequence[torch.Tensor], views: Sequence[KVView], options: AttendOptions, need_lse: bool = True
+) -> list[tuple[torch.Tensor, torch.Tensor | None]]:
     """As `attend`, for many sequences of one layer in one go: lengths and query counts may differ."""
     layout, (query_heads, _, dim), dtype = views[0].layout, queries[0].shape, queries[0].dtype
     heads = layout.layer.kv_heads
     group = query_heads // heads
     queries = [q.contiguous() for q in queries]
-    made = [(torch.empty(q.shape), torch.empty(q.shape[:2])) for q in queries]
-    calls = np.array([_call(*each) for each in zip(queries, views, made, strict=True)], dtype=np.int64)
+    made = [(torch.empty_like(q), torch.empty(q.shape[:2]) if need_lse else None) for q in queries]
+    calls = array("q", chain.from_iterable(map(_call, queries, views, made)))
     rules = options.precise, options.window or 0, options.causal
-    fixed, arrays = _fixed(layout, group, DTYPES[dtype], rules, amx_llvm.has_amx())
-    at, count, rows = calls.ctypes.data, len(calls), group * max(q.shape[1] for q in queries)
+    fixed, held = _fixed(layout, group, DTYPES[dtype], rules, amx_llvm.has_amx())
+    at, count, rows = calls.buffer_info()[0], len(queries), group * max(q.shape[1] for q in queries)
     threads = threads_for(heads * calls_numba.count_pieces(at, count), _FEWEST_PIECES)
     most, space = count * heads + threads - 1, _scratch.address
     tasks, starts = space("tasks", 8 * calls_numba.TASK_FIELDS * most), space("starts", 8 * (threads + 1))
     state, out = space("state", 8 * rows * most), space("out", 4 * rows * dim * most)
     planned = calls_numba.plan(at, count, heads, threads, tasks, starts)
     size = calls_numba.scratch_bytes(rows, *fixed)
-    numbers = np.float32(options.scale), np.float32(options.softcap or 0)
+    numbers = float(options.scale), float(options.softcap or 0)
 
     def run(thread: int) -> None:
         own = _scratch.address("work", size)  # of the thread that runs this
@@ -154,5 +157,5 @@ def attend_many(
     sinks = None if options.sinks is None else options.sinks.detach().float().contiguous()
     logits = 0 if sinks is None else sinks.data_ptr()
     calls_numba.merge(at, tasks, planned, rows, fixed[0], logits, state, out)
-    del arrays  # held until here
-    return [(out.to(dtype), lse) for out, lse in made]
+    del held, calls  # until here: the compiled code has their addresses
+    return made

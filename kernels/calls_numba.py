@@ -22,7 +22,7 @@ from qkv.kernels.blocks_numba import (
     token_scores,
 )
 from qkv.kernels.compiled import jit
-from qkv.kernels.softmax_llvm import add_scaled, clear_bytes, get, peek, poke, put, scale_row
+from qkv.kernels.softmax_llvm import add_scaled, clear_bytes, get, narrow_row, peek, poke, put, scale_row
 
 TASK_FIELDS = 4  # call, KV head, first piece, behind its last
 
@@ -49,8 +49,8 @@ class Call(NamedTuple):
     new_v: int
     new_stride: int
     new: int
-    out: int  # float32 [H*G, Q, D]
-    lse: int  # float32 [H*G, Q]
+    out: int  # of q's dtype [H*G, Q, D]
+    lse: int  # float32 [H*G, Q]; 0: not wanted
 
 
 class Fixed(NamedTuple):
@@ -195,6 +195,7 @@ def _sealed_before(call, block):
 def run(calls, tasks, starts, rows_most, fixed, k_side, v_side, scale, softcap, state, out, scratch):
     """Does one thread's tasks, to state float32 [n, rows_most, 2] (top, sum) and out float32 [n, rows_most, D]."""
     shared, k_kind, v_kind = _fixed(fixed), _side(k_side), _side(v_side)
+    scale, softcap = np.float32(scale), np.float32(softcap)
     for task in range(peek(starts, 0), peek(starts, 1)):
         place = tasks + 8 * TASK_FIELDS * task
         call, head = _call(calls, peek(place, 0)), peek(place, 1)
@@ -282,17 +283,19 @@ def merge(calls, tasks, count, rows_most, fixed, sinks, state, out):
             for i in range(task, behind):
                 top = max(top, get(state, 2 * (rows_most * i + row)))
             whole = np.float32(0) if sink == -np.inf else np.float32(math.exp(sink - top))
-            target = call.out + 4 * shared.dim * (head * rows + row)
-            clear_bytes(target, 4 * shared.dim)
+            source = out + 4 * shared.dim * (rows_most * task + row)  # the first task's place takes the sum
             for i in range(task, behind):
                 place = 2 * (rows_most * i + row)
-                total = get(state, place + 1)
-                if total == 0:
-                    continue
-                weight = np.float32(1) if get(state, place) == top else np.float32(math.exp(get(state, place) - top))
-                whole += total * weight
-                add_scaled(out + 4 * shared.dim * (rows_most * i + row), weight, shared.dim, target)
-            put(call.lse, head * rows + row, top + np.float32(math.log(whole)))
-            if whole != 0:
-                scale_row(target, shared.dim, np.float32(1) / whole)
+                before, total = get(state, place), get(state, place + 1)
+                fade = np.float32(1) if before == top else np.float32(math.exp(before - top))
+                whole += total * fade
+                if i > task:
+                    add_scaled(out + 4 * shared.dim * (rows_most * i + row), fade, shared.dim, source)
+                elif fade != 1:
+                    scale_row(source, shared.dim, fade)
+            if call.lse:
+                put(call.lse, head * rows + row, top + np.float32(math.log(whole)))
+            inverse = np.float32(1) / whole if whole != 0 else np.float32(1)
+            width = shared.dim * (4 if shared.q_dtype == 2 else 2)
+            narrow_row(source, inverse, shared.dim, call.out + width * (head * rows + row), shared.q_dtype)
         task = behind

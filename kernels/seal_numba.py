@@ -26,7 +26,7 @@ from qkv.kernels.threads import share, threads_for
 from qkv.kernels.unseal_numba import check_ids, refusal, work_space
 from qkv.spec import BLOCK_TOKENS, RecordLayout
 
-__all__ = ["refusal", "seal", "within"]
+__all__ = ["refusal", "seal", "store", "within"]
 
 _FEWEST_HEADS = 4  # blocks times heads that are worth a thread: about 100 us
 _WHOLE_TOKEN = 40  # log2 of a group that no head_dim reaches
@@ -48,6 +48,19 @@ def within(x: torch.Tensor, limit: float) -> bool:
 
     share(run, threads)
     return max(largest) <= _bits(limit, x.dtype)
+
+
+def store(k: torch.Tensor, v: torch.Tensor, buffer: torch.Tensor, first: int, limit: float) -> bool:
+    """Copy k, v [H, T, D], D a multiple of 16, to buffer [2, H, C, D], tokens `first` and on, in place.
+
+    False, and nothing has changed, if a value is inf, NaN or beyond +-limit. For few tokens: runs on this thread.
+    """
+    k, v = (x if x.stride(2) == 1 else x.contiguous() for x in (k, v))
+    (heads, tokens, dim), width, (side, head, token, _) = k.shape, k.element_size(), buffer.stride()
+    at = buffer.data_ptr() + first * token * width
+    strides = (k.stride(0) * width, k.stride(1) * width, v.stride(0) * width, v.stride(1) * width)
+    targets, dtype = (at, at + side * width, head * width), DTYPES[k.dtype]
+    return bool(_store(k.data_ptr(), v.data_ptr(), strides, targets, heads, tokens, dim, dtype, _bits(limit, k.dtype)))
 
 
 @cache
@@ -98,6 +111,21 @@ def _largest(source, blocks, heads, block, head, token, tokens, dim, dtype, firs
         place = source + row // heads * block + row % heads * head
         largest = max(largest, largest_bits(place, token, dim, tokens, dtype))
     return largest
+
+
+@jit
+def _store(k, v, strides, targets, heads, tokens, dim, dtype, limit):
+    for head in range(heads):
+        if largest_bits(k + head * strides[0], strides[1], dim, tokens, dtype) > limit:
+            return False
+        if largest_bits(v + head * strides[2], strides[3], dim, tokens, dtype) > limit:
+            return False
+    size = dim * (4 if dtype == 2 else 2)
+    for head in range(heads):
+        to = head * targets[2]
+        copy_rows(k + head * strides[0], strides[1], dim, tokens, targets[0] + to, size, dtype, dtype)
+        copy_rows(v + head * strides[2], strides[3], dim, tokens, targets[1] + to, size, dtype, dtype)
+    return True
 
 
 @jit

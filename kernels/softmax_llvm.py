@@ -29,6 +29,7 @@ from qkv.kernels.vectors_llvm import (
     loop,
     sixteen,
     sixteens,
+    store_narrowed,
     total_of,
     word,
 )  # fmt: skip
@@ -228,6 +229,28 @@ def widen_row(typingctx: Any, source: Any, dtype: Any, count: Any, factor: Any, 
         def of_dtype(kind: int) -> None:
             def step(i: Any, carried: list[Any]) -> list[Any]:
                 b.store(b.fmul(load_widened(b, source, i, kind), wide), sixteen(b, target, i), align=4)
+                return []
+
+            loop(b, sixteens(b, count), [], step)
+
+        choose(b, dtype, (0, 1, 2), of_dtype)
+        return context.get_dummy_value()
+
+    return signature, generate
+
+
+@intrinsic
+def narrow_row(typingctx: Any, source: Any, factor: Any, count: Any, target: Any, dtype: Any) -> Any:
+    """target [count] of `dtype` = factor * source float32 [count], rounded to nearest even."""
+    signature = types.void(_N, _F, _N, _N, _N)
+
+    def generate(context: Any, b: Any, signature: Any, args: Any) -> Any:
+        source, factor, count, target, dtype = args
+        wide = broadcast(b, factor, VF)
+
+        def of_dtype(kind: int) -> None:
+            def step(i: Any, carried: list[Any]) -> list[Any]:
+                store_narrowed(b, b.fmul(b.load(sixteen(b, source, i), align=4), wide), target, i, kind)
                 return []
 
             loop(b, sixteens(b, count), [], step)

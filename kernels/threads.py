@@ -5,8 +5,8 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 
-import numba
 import torch
+from numba import config
 
 
 @cache
@@ -21,7 +21,8 @@ if hasattr(os, "register_at_fork"):  # not on Windows, which does not fork
 
 def threads_for(pieces: int, fewest: int) -> int:
     """Threads worth having: as many as torch and NUMBA_NUM_THREADS allow, with at least `fewest` pieces each."""
-    return max(1, min(torch.get_num_threads(), numba.config.NUMBA_NUM_THREADS, pieces // fewest))
+    most = int(config.NUMBA_NUM_THREADS)  # type: ignore[attr-defined]  # set when numba reads its environment
+    return max(1, min(torch.get_num_threads(), most, pieces // fewest))
 
 
 def share(run: Callable[[int], None], threads: int) -> None:

@@ -91,8 +91,6 @@ class KVManager:
         """
         layout = self._bind(layer, k, v)
         self._mine(sequence)
-        for name, x in (("k", k), ("v", v)):
-            ops.check_finite(name, x, ("head", "token", "channel"))
         exact = sequence.layers[layer]
         if exact is None:
             exact = Exact.empty(layout.layer, self.sink_tokens, self.tail_tokens)
@@ -100,16 +98,23 @@ class KVManager:
         to_sink = 0 if exact.sealed or exact.tail_used else min(self.sink_tokens - exact.sink_used, k.shape[1])
         waiting = exact.tail_used + k.shape[1] - to_sink
         to_seal = max(0, (waiting - self.tail_tokens) // BLOCK_TOKENS)
+        if not to_sink and not to_seal:  # nearly every decode step
+            ops.store_tokens(k, v, exact.tail, exact.tail_used)
+            self._layouts[layer], sequence.layers[layer], exact.tail_used = layout, exact, waiting
+            return
+        for name, x in (("k", k), ("v", v)):
+            ops.check_finite(name, x, ("head", "token", "channel"))
         missing = exact.sealed + to_seal - len(sequence.block_ids)
         if missing > 0:
             sequence.block_ids += self._pool.allocate(missing)
             sequence.block_lengths += [BLOCK_TOKENS] * missing
         self._layouts[layer] = layout
         sequence.layers[layer] = exact
-        for side, x in enumerate((k, v)):
-            exact.sink[side, :, exact.sink_used : exact.sink_used + to_sink] = x[:, :to_sink]
-        exact.sink_used += to_sink
-        k, v = k[:, to_sink:], v[:, to_sink:]
+        if to_sink:
+            for side, x in enumerate((k, v)):
+                exact.sink[side, :, exact.sink_used : exact.sink_used + to_sink] = x[:, :to_sink]
+            exact.sink_used += to_sink
+            k, v = k[:, to_sink:], v[:, to_sink:]
         if to_seal:
             k, v = self._seal_oldest(sequence, layer, exact, k, v, to_seal * BLOCK_TOKENS)
         for side, x in enumerate((k, v)):
@@ -314,7 +319,8 @@ class KVManager:
             held = RecordLayout(self.format, LayerSpec(sizes["H"], sizes["D"], k.dtype, k.device))
             check_like("v", v, k.dtype, k.device)
             return held
-        check("H T D", {"H": held.layer.kv_heads, "D": held.layer.head_dim}, k=k, v=v)
+        if k.shape != v.shape or k.dim() != 3 or k.shape[::2] != (held.layer.kv_heads, held.layer.head_dim):
+            check("H T D", {"H": held.layer.kv_heads, "D": held.layer.head_dim}, k=k, v=v)
         check_like("k", k, held.layer.dtype, held.layer.device)
         check_like("v", v, held.layer.dtype, held.layer.device)
         return held

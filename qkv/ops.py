@@ -136,6 +136,22 @@ def check_finite(name: str, x: torch.Tensor, axes: tuple[str, ...]) -> None:
     record.check_finite(name, x, axes)
 
 
+def store_tokens(k: torch.Tensor, v: torch.Tensor, buffer: torch.Tensor, first: int) -> None:
+    """Copy a few exact tokens k, v [H, T, D] to buffer [2, H, C, D], from token `first` on, in place.
+
+    All in one dtype, with room for T. Raises FormatError (inf, NaN); then nothing has changed.
+    """
+    kernel = _cpu_kernel("seal_numba")[0] if buffer.device.type == "cpu" and k.shape[-1] % 16 == 0 else None
+    if kernel is not None:
+        with _compiled("seal_numba"):
+            if kernel.store(k, v, buffer, first, record.LARGEST_VALUE):
+                return
+    for name, x in (("k", k), ("v", v)):
+        record.check_finite(name, x, record.BLOCK_AXES[1:])
+    for side, x in enumerate((k, v)):
+        buffer[side, :, first : first + x.shape[1]] = x
+
+
 def unseal(records: torch.Tensor, layout: RecordLayout) -> tuple[torch.Tensor, torch.Tensor]:
     """Decode records uint8 [N, R] -> float32 k, v [N, H, 128, D]. Allocates. Raises ShapeError."""
     kernel = _fast("unseal_numba", layout, records)
@@ -196,7 +212,8 @@ def attend_many(
     together: list[int] = []
     fused = _cpu_kernel("attend_numba")[0] if views and views[0].layout.layer.device.type == "cpu" else None
     for index, (q, view) in enumerate(zip(queries, views, strict=True)):
-        if view.layout != views[0].layout or q.shape[0] != queries[0].shape[0]:
+        other = view.layout is not views[0].layout and view.layout != views[0].layout
+        if other or q.shape[0] != queries[0].shape[0]:
             raise ShapeError(
                 f"sequence {index}: got {q.shape[0]} query heads and layout {view.layout}, wanted those of the first, "
                 f"{queries[0].shape[0]} and {views[0].layout}; call once for each layer"
@@ -209,7 +226,7 @@ def attend_many(
             done[index] = _attend_long(q, view, options)
     if fused is not None and together:
         with _compiled("attend_numba"):
-            made = fused.attend_many([queries[i] for i in together], [views[i] for i in together], options)
+            made = fused.attend_many([queries[i] for i in together], [views[i] for i in together], options, need_lse)
         done.update(zip(together, made, strict=True))
     return [done[index] for index in range(len(views))]
 

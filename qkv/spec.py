@@ -119,6 +119,14 @@ class RecordLayout:
                 "use format exact for this model"
             )
 
+    def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        # the key of caches that a decode step asks in every layer
+        return hash((self.format, self.layer, self.version))
+
     @cached_property
     def fields(self) -> dict[str, Field]:
         """Fields by name, in storage order: k_codes or k_codes_0, k_codes_1 ..., k_scale, k_zero, then v_*."""

@@ -129,12 +129,16 @@ def _over_records(
     if k.shape[2] != query.shape[2]:
         raise ShapeError(f"attention: got {query.shape[2]} queries for {k.shape[2]} new keys; wanted the same count")
     new = layer.rows.step_mask(layer.index, mask, k.shape[2])
+    rows, manager = layer.rows.sequences, layer.rows.manager
+    if new is None and k.shape[2] == 1:
+        # one token sees all of its row, itself included: stored first, it needs no place of its own
+        layer.commit(None)
+        made = manager.attend_many(rows, layer.index, list(query), options, need_lse=False)
+        return made[0][0].unsqueeze(0) if len(made) == 1 else torch.stack([out for out, _ in made])
     keep = [slice(None)] * len(k) if new is None else [tokens.to(k.device) for tokens in new]
     steps = [(k[row][:, kept], v[row][:, kept]) for row, kept in enumerate(keep)]
     queries = [query[row][:, kept] for row, kept in enumerate(keep)]
-    made = layer.rows.manager.attend_many(
-        layer.rows.sequences, layer.index, queries, options, new=steps, need_lse=False
-    )
+    made = manager.attend_many(rows, layer.index, queries, options, new=steps, need_lse=False)
     out = torch.zeros_like(query)
     for row, kept in enumerate(keep):
         out[row][:, kept] = made[row][0]

@@ -33,8 +33,10 @@ class Rows:
 
     def begin(self, layer: int) -> None:
         """Before a layer takes a step. Raises ShapeError if an earlier step never reached every layer and row."""
+        if layer and not self.broken:
+            return
         reached = {width + self.waiting.get(index, 0) for index, width in enumerate(self.widths)}
-        if self.broken or (layer == 0 and len(reached) > 1):
+        if self.broken or len(reached) > 1:
             raise ShapeError(
                 f"cache: an earlier step failed half way, layers hold {min(reached)} to {max(reached)} tokens; "
                 "reset() it and start again"

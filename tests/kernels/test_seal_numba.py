@@ -184,3 +184,24 @@ def test_the_plainest_cpu(tmp_path: Any) -> None:
         [sys.executable, "-c", code], capture_output=True, text=True, env=os.environ | plain, check=False
     )
     assert done.stdout.strip().endswith("generic ok"), done.stderr
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_a_few_tokens_are_stored_whole_or_not_at_all(dtype: torch.dtype) -> None:
+    """Through the door, from any strides; a value that no record holds leaves the buffer as it was."""
+    for heads, tokens, dim, first in ((1, 1, 16, 0), (3, 5, 80, 7), (2, 0, 64, 3)):
+        k, v = torch.randn(2, tokens, heads, dim).to(dtype).transpose(1, 2)
+        v = torch.randn(heads, dim, tokens).to(dtype).mT
+        buffer = torch.zeros(2, heads, 12, dim, dtype=dtype)
+        ops.store_tokens(k, v, buffer, first)
+        want = torch.zeros_like(buffer)
+        want[0, :, first : first + tokens], want[1, :, first : first + tokens] = k, v
+        assert torch.equal(buffer, want)
+        if not tokens:
+            continue
+        for side, bad in ((0, float("nan")), (1, float("-inf"))):
+            broken = [k.clone(), v.clone()]
+            broken[side][-1, -1, -1] = bad
+            with pytest.raises(FormatError, match=f"{'kv'[side]}: got .* at head {heads - 1}, token {tokens - 1}"):
+                ops.store_tokens(broken[0], broken[1], buffer, first)
+            assert torch.equal(buffer, want)
