@@ -6,6 +6,8 @@
     |-- InputError(ValueError)       a document, question or option a user gave that cannot be used
     |-- SequenceClosed               use of a sequence after close
     |-- OutOfBlocks                  no block left: (needed, free, evictable)
+    |-- WrongBlock                   a block id in a state that the call cannot serve: (verb, block_id, found, wanted)
+    |-- EventsLost                   events that are no longer kept: (asked, oldest, next_number)
     |-- ModelNotFound                no such model, or its weights cannot be had
     |-- UnsupportedModel             a kind of attention qkv cannot serve: (reason)
     `-- BackendUnavailable           no implementation of an op here: (op, tried)
@@ -42,6 +44,24 @@ class OutOfBlocks(QkvError):
         super().__init__(
             f"out of blocks: needed {needed}, free {free}, evictable {evictable}; "
             "close a sequence, or open the manager with a larger num_blocks"
+        )
+
+
+class WrongBlock(QkvError):
+    """A block id is unknown, or free where it should be held; the pool is as it was before the call."""
+
+    def __init__(self, verb: str, block_id: int, found: str, wanted: str) -> None:
+        self.verb, self.block_id, self.found, self.wanted = verb, block_id, found, wanted
+        super().__init__(f"{verb}: block {block_id} is {found}, wanted {wanted}; use what allocate or acquire gave")
+
+
+class EventsLost(QkvError):
+    """A reader of events fell too far behind, or asks for what has not happened."""
+
+    def __init__(self, asked: int, oldest: int, next_number: int) -> None:
+        self.asked, self.oldest, self.next_number = asked, oldest, next_number
+        super().__init__(
+            f"events from {asked} on are not kept; got {oldest} to {next_number - 1}; start again from snapshot()"
         )
 
 

@@ -30,6 +30,10 @@ RANKS = {
     "manager": 40,
     "pool": 30,
     "sequence": 30,
+    "index": 29,
+    "eviction": 25,
+    "prefix": 15,
+    "reports": 12,
     "ops": 30,
     "offload": 30,
     "formats": 20,
@@ -46,7 +50,15 @@ ONLY = {
     "kernels": {"spec", "shapes", "errors"},
 }
 # Foreign packages a unit must do without.
-FOREIGN = {"pool": {"torch"}, "errors": {"torch"}, "packages": {"torch"}}
+FOREIGN = {
+    "pool": {"torch"},
+    "index": {"torch"},
+    "eviction": {"torch"},
+    "prefix": {"torch"},
+    "reports": {"torch"},
+    "errors": {"torch"},
+    "packages": {"torch"},
+}
 OPTIONAL = ("transformers", "numba", "triton", "cupy", "h5py", "bitsandbytes", "typer", "rich")
 MAX_PUBLIC_NAMES = 12
 
