@@ -50,7 +50,7 @@ def run_decode() -> list[rows.Row]:
     for shape in SHAPES:
         for threads in THREADS:
             say(f"{shape.kv_heads} x {shape.head_dim}, group {shape.group}, threads {threads}")
-            options = decode.DecodeOptions(shape, CONTEXTS, FORMATS, threads=threads, rounds=10, seconds=8)
+            options = decode.DecodeOptions(shape, CONTEXTS, FORMATS, threads=threads, rounds=10, seconds=6)
             found += decode.run(options, say)
     for name in (MODEL, ALSO_CAPTURED):
         say(f"errors on K and V of {name}")
