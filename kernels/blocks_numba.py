@@ -217,6 +217,7 @@ def _tiles(side, summed, part, lanes, count, out, pitch, work, add):
 @jit
 def _tiles_amx(side, summed, part, lanes, columns, out, pitch, work, add):
     """As `_tiles`. Each step runs over the whole block: a tile load waits for stores under way to its bytes."""
+    # 8-bit codes are read where they lie, in chunks of 64: up to 768 bytes behind K's, which are V's part of the record
     operands, size = part + side.low, columns[0] * 64
     if side.bits != 8:
         operands, size = work.operands, 1024 * summed.chunks
@@ -247,7 +248,7 @@ def record_scores(side, part, work):
     _tiles(side, work.k, part, 8, work.dim, work.scores, 512, work, False)
     if side.scheme == SCALED:
         for row in range(work.rows):
-            multiply_widened(work.scores + 512 * row, part + side.scale, 128, work.dtype)
+            multiply_widened(part + side.scale, work.dtype, 128, work.scores + 512 * row)
 
 
 @jit

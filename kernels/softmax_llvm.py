@@ -3,6 +3,7 @@
 Arguments are addresses; `count` is a multiple of 16 everywhere.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 from llvmlite import ir
@@ -195,18 +196,16 @@ def add_scaled(typingctx: Any, source: Any, factor: Any, count: Any, target: Any
     return signature, generate
 
 
-@intrinsic
-def multiply_widened(typingctx: Any, row: Any, factors: Any, count: Any, dtype: Any) -> Any:
-    """row float32 [count] *= factors [count] of `dtype`, as in `load_widened`."""
-    signature = types.void(_N, _N, _N, _N)
+def _widened(row_of: Callable[[Any, list[Any]], Callable[[Any], Any]], signature: Any) -> tuple[Any, Any]:
+    """target float32 [count] = source [count] of a dtype, times what `row_of` gives for the i-th vector."""
 
     def generate(context: Any, b: Any, signature: Any, args: Any) -> Any:
-        row, factors, count, dtype = args
+        source, dtype, count, target = args[0], args[1], args[2], args[-1]
+        factor = row_of(b, args)
 
         def of_dtype(kind: int) -> None:
             def step(i: Any, carried: list[Any]) -> list[Any]:
-                product = b.fmul(b.load(sixteen(b, row, i), align=4), load_widened(b, factors, i, kind))
-                b.store(product, sixteen(b, row, i), align=4)
+                b.store(b.fmul(load_widened(b, source, i, kind), factor(i)), sixteen(b, target, i), align=4)
                 return []
 
             loop(b, sixteens(b, count), [], step)
@@ -215,28 +214,23 @@ def multiply_widened(typingctx: Any, row: Any, factors: Any, count: Any, dtype: 
         return context.get_dummy_value()
 
     return signature, generate
+
+
+@intrinsic
+def multiply_widened(typingctx: Any, factors: Any, dtype: Any, count: Any, row: Any) -> Any:
+    """row float32 [count] *= factors [count] of `dtype`, as in `load_widened`."""
+    return _widened(lambda b, args: lambda i: b.load(sixteen(b, args[-1], i), align=4), types.void(_N, _N, _N, _N))
 
 
 @intrinsic
 def widen_row(typingctx: Any, source: Any, dtype: Any, count: Any, factor: Any, target: Any) -> Any:
     """target float32 [count] = factor * source [count] of `dtype`, as in `load_widened`."""
-    signature = types.void(_N, _N, _N, _F, _N)
 
-    def generate(context: Any, b: Any, signature: Any, args: Any) -> Any:
-        source, dtype, count, factor, target = args
-        wide = broadcast(b, factor, VF)
+    def constant(b: Any, args: list[Any]) -> Callable[[Any], Any]:
+        wide = broadcast(b, args[3], VF)
+        return lambda i: wide
 
-        def of_dtype(kind: int) -> None:
-            def step(i: Any, carried: list[Any]) -> list[Any]:
-                b.store(b.fmul(load_widened(b, source, i, kind), wide), sixteen(b, target, i), align=4)
-                return []
-
-            loop(b, sixteens(b, count), [], step)
-
-        choose(b, dtype, (0, 1, 2), of_dtype)
-        return context.get_dummy_value()
-
-    return signature, generate
+    return _widened(constant, types.void(_N, _N, _N, _F, _N))
 
 
 @intrinsic

@@ -38,7 +38,7 @@ def run(model: Any, tokenizer: Any, name: str, tokens: int, formats: tuple[str, 
     def scored(cache: Any) -> torch.Tensor:
         """Log-probabilities float64 [SCORED, vocabulary] behind the context that `cache` holds; it stays as it is."""
         twin, made = cache.fork(), []
-        for piece in ids[:, tokens:].split(AT_ONCE, 1):  # type: ignore[no-untyped-call]
+        for piece in ids[:, tokens:].split(AT_ONCE, 1):  # type: ignore[no-untyped-call]  # torch's is untyped
             made.append(model(input_ids=piece, **{argument: twin}).logits[0])
         twin.reset()
         return torch.cat(made).double().log_softmax(-1)

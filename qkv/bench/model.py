@@ -68,11 +68,18 @@ class Kind:
     attention: str = "sdpa"
 
 
+def _qkv_cache(config: Any, format: str, length: int) -> Any:
+    """`length` is what other caches are sized by; this one grows."""
+    from qkv.backends.transformers import QKVCache
+
+    return QKVCache(config, format)
+
+
 def kinds(config: Any, formats: tuple[str, ...], peers: bool) -> list[Kind]:
     """The baseline, DynamicCache, first."""
     from transformers import DynamicCache, QuantizedCache, StaticCache
 
-    from qkv.backends.transformers import NAME, QKVCache
+    from qkv.backends.transformers import NAME
 
     found = [
         Kind("exact", "DynamicCache", lambda length: DynamicCache(config=config)),
@@ -81,9 +88,9 @@ def kinds(config: Any, formats: tuple[str, ...], peers: bool) -> list[Kind]:
     for backend, axes in QUANTISED.items() if peers else ():
         for bits in (4, 2):
             make = partial(QuantizedCache, backend, config, nbits=bits, **axes)
-            found.append(Kind(f"{backend}{bits}", PEER, lambda length, make=make: make()))  # type: ignore[misc]
+            found.append(Kind(f"{backend}{bits}", PEER, lambda _, make=make: make()))  # type: ignore[misc]  # binds the loop's
     for format in formats:
-        found.append(Kind(format, "QKVCache", lambda length, f=format: QKVCache(config, f), NAME))  # type: ignore[misc]
+        found.append(Kind(format, "QKVCache", partial(_qkv_cache, config, format), NAME))
     return found
 
 

@@ -12,14 +12,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from qkv.formats import get_format
+from qkv.formats import get_format, list_formats
 from qkv.formats.record import seal, unseal
 from qkv.kernels import attend_torch
 from qkv.spec import BLOCK_TOKENS, AttendOptions, KVView, LayerSpec, RecordLayout
 
 numba = pytest.importorskip("numba", reason="numba is not installed")
 from qkv.kernels import amx_llvm, attend_numba, calls_numba  # noqa: E402  # needs numba
-from qkv.kernels.softmax_llvm import widen_row  # noqa: E402
+from qkv.kernels.softmax_llvm import widen_row  # noqa: E402  # needs numba
 
 FORMATS = [
     "kivi2",
@@ -216,6 +216,16 @@ def test_huge_scores_do_not_overflow() -> None:
     out, lse = attend_numba.attend(torch.randn(1, 1, 64) * 1e4, view, AttendOptions(1.0))
     assert torch.isfinite(out).all()
     assert torch.isfinite(lse).all()
+
+
+@pytest.mark.parametrize("dim", range(16, 272, 16))
+@pytest.mark.parametrize("v_side", [f.id for f in list_formats()])
+def test_amx_reads_no_byte_behind_a_record(v_side: str, dim: int) -> None:
+    """It reads 8-bit codes 64 values at a time: where head_dim is no multiple of 64, beyond K's codes."""
+    layout = RecordLayout(get_format(f"int8/{v_side}"), LayerSpec(1, dim, torch.bfloat16))
+    codes = layout.fields["k_codes_0"]
+    last_lanes = codes.offset + (BLOCK_TOKENS // 16 - 1) * dim * 16
+    assert last_lanes + -(-dim // 64) * 64 * 16 <= layout.head_bytes
 
 
 def test_refusals_say_why() -> None:
