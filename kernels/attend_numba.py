@@ -71,13 +71,14 @@ def _side(prefix: str, side: SideSpec, layout: RecordLayout) -> Side:
 
 def _call(q: torch.Tensor, view: KVView, made: tuple[torch.Tensor, torch.Tensor | None]) -> tuple[int, ...]:
     """calls_numba.Call, as plain numbers."""
-    places = made[0].data_ptr(), 0 if made[1] is None else made[1].data_ptr()
-    exact = []
-    for piece in (view.sink, view.tail, view.new):
-        k, width, (side, head) = piece.data_ptr(), piece.element_size(), piece.stride()[:2]
-        exact += [k, k + side * width, head * width, piece.shape[2]]
-    records = (view.records.data_ptr(), view.block_ids.data_ptr(), view.block_lengths.data_ptr(), len(view.block_ids))
-    return (q.data_ptr(), q.shape[1], view.tokens, *records, *exact, *places)
+    table, new = view.table, view.new
+    ids, k, width, (side, head) = table.block_ids, new.data_ptr(), new.element_size(), new.stride()[:2]
+    return (
+        q.data_ptr(), q.shape[1], view.tokens, view.records.data_ptr(), ids.data_ptr(), table.block_lengths.data_ptr(),
+        len(ids), view.pieces.data_ptr(), table.sink_ids.data_ptr(), table.sink_tokens, table.tail_ids.data_ptr(),
+        table.tail_tokens, k, k + side * width, head * width, new.shape[2],
+        made[0].data_ptr(), 0 if made[1] is None else made[1].data_ptr(),
+    )  # fmt: skip
 
 
 class _Scratch(threading.local):

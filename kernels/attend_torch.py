@@ -55,10 +55,10 @@ def _start(q: torch.Tensor, options: AttendOptions) -> tuple[torch.Tensor, torch
 
 
 def _pieces(view: KVView, options: AttendOptions, queries: int, unseal: Unseal) -> Iterator[Piece]:
-    device = view.sink.device
-    sink_tokens = view.sink.shape[2]
+    sink, tail = view.sink, view.tail
+    device, sink_tokens = sink.device, sink.shape[2]
     if sink_tokens:
-        yield view.sink[0].float(), view.sink[1].float(), torch.arange(sink_tokens, device=device)
+        yield sink[0].float(), sink[1].float(), torch.arange(sink_tokens, device=device)
     ends = sink_tokens + view.block_lengths.cumsum(0)
     oldest_seen = 0 if options.window is None else view.tokens - queries - options.window + 1
     for first in range(0, len(view.block_ids), PIECE_BLOCKS):
@@ -73,8 +73,8 @@ def _pieces(view: KVView, options: AttendOptions, queries: int, unseal: Unseal) 
         lengths = view.block_lengths[run].unsqueeze(1)
         positions = torch.where(slots < lengths, ends[run].unsqueeze(1) - lengths + slots, -1)
         yield k.transpose(0, 1).flatten(1, 2), v.transpose(0, 1).flatten(1, 2), positions.flatten()
-    start = view.stored_tokens - view.tail.shape[2]
-    for exact in (view.tail, view.new):
+    start = view.stored_tokens - tail.shape[2]
+    for exact in (tail, view.new):
         # a whole prompt may be in `new`: keep the score tiles small
         for chunk in torch.split(exact, PIECE_BLOCKS * BLOCK_TOKENS, dim=2):
             if tokens := chunk.shape[2]:

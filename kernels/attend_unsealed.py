@@ -75,7 +75,7 @@ def _runs(view: KVView, options: AttendOptions, first: int, dtype: torch.dtype) 
     oldest = 0 if options.window is None else first - options.window + 1
     most = run_tokens(view, dtype)
     pieces = [_exact(view.sink, 0, dtype, most), _sealed(view, oldest, dtype, most)]
-    start = view.stored_tokens - view.tail.shape[2]
+    start = view.stored_tokens - view.table.tail_tokens
     pieces += [_exact(view.tail, start, dtype, most), _exact(view.new, view.stored_tokens, dtype, most)]
     for piece in pieces:
         for k, v, start in piece:
@@ -103,7 +103,7 @@ def _sealed(view: KVView, oldest: int, dtype: torch.dtype, most: int) -> Iterato
     layer, blocks, lengths = view.layout.layer, len(view.block_ids), view.block_lengths
     if not blocks:
         return
-    ends = view.sink.shape[2] + lengths.cumsum(0)
+    ends = view.table.sink_tokens + lengths.cumsum(0)
     seen = int((ends <= oldest).sum())  # blocks before this are behind every window
     if seen == blocks:
         return

@@ -262,20 +262,22 @@ def record_outputs(side, part, out, work):
 
 
 @jit
-def token_scores(address, tokens, work):
-    """Scores [rows, 128] of exact keys [tokens, D]."""
+def token_scores(address, tokens, first, work):
+    """Scores [rows, 128], from the first-th on, of exact keys [tokens, D]."""
     for row in range(0, work.rows, SHARED_ROWS):
         some = min(SHARED_ROWS, work.rows - row)
         place = work.query + 4 * work.width * row
-        exact_scores(place, 4 * work.width, address, tokens, work.dim, work.scores + 512 * row, work.dtype, some)
+        scores = work.scores + 512 * row + 4 * first
+        exact_scores(place, 4 * work.width, address, tokens, work.dim, scores, work.dtype, some)
 
 
 @jit
-def token_outputs(address, tokens, out, work):
+def token_outputs(address, tokens, first, out, work):
     """out [rows, D] += softmax weights in the scores' place times exact values [tokens, D]."""
     for row in range(0, work.rows, SHARED_ROWS):
         some = min(SHARED_ROWS, work.rows - row)
-        exact_outputs(work.scores + 512 * row, address, tokens, work.dim, out + 4 * work.dim * row, work.dtype, some)
+        weights = work.scores + 512 * row + 4 * first
+        exact_outputs(weights, address, tokens, work.dim, out + 4 * work.dim * row, work.dtype, some)
 
 
 @jit

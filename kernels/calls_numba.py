@@ -23,12 +23,14 @@ from qkv.kernels.blocks_numba import (
 )
 from qkv.kernels.compiled import jit
 from qkv.kernels.softmax_llvm import add_scaled, clear_bytes, get, narrow_row, peek, poke, put, scale_row
+from qkv.spec import PIECE_TOKENS
 
+PIECE = PIECE_TOKENS
 TASK_FIELDS = 4  # call, KV head, first piece, behind its last
 
 
 class Call(NamedTuple):
-    """One sequence: addresses, sizes in tokens. Exact K and V [H, T, D], heads `stride` bytes apart."""
+    """One sequence: addresses, sizes in tokens. New K and V [H, T, D], heads `stride` bytes apart."""
 
     q: int
     queries: int
@@ -37,13 +39,10 @@ class Call(NamedTuple):
     ids: int
     lengths: int
     blocks: int
-    sink_k: int
-    sink_v: int
-    sink_stride: int
+    pieces: int  # of the model dtype [num_pieces, 2, H, 32, D]
+    sink_ids: int
     sink: int
-    tail_k: int
-    tail_v: int
-    tail_stride: int
+    tail_ids: int
     tail: int
     new_k: int
     new_v: int
@@ -79,7 +78,7 @@ def _call(calls, index):
     return Call(
         peek(p, 0), peek(p, 1), peek(p, 2), peek(p, 3), peek(p, 4), peek(p, 5), peek(p, 6), peek(p, 7), peek(p, 8),
         peek(p, 9), peek(p, 10), peek(p, 11), peek(p, 12), peek(p, 13), peek(p, 14), peek(p, 15), peek(p, 16),
-        peek(p, 17), peek(p, 18), peek(p, 19), peek(p, 20),
+        peek(p, 17),
     )  # fmt: skip
 
 
@@ -167,19 +166,42 @@ def plan(calls, count, heads, threads, tasks, starts):
 
 
 @jit
-def _exact_piece(call, shared, head, index):
-    """K and V address, tokens and position of exact piece `index`: the sink's pieces, the tail's, the new ones."""
-    k, v, stride, tokens, position = call.sink_k, call.sink_v, call.sink_stride, call.sink, 0
+def _exact_run(call, index):
+    """Exact run `index` (at most 128 tokens): address of its piece ids (0: the tokens are new), first token of it among
+    those of its kind, tokens, position. The sink's runs come first, then the tail's, then the new ones."""
     sinks, tails = -(-call.sink // 128), -(-call.tail // 128)
-    if index >= sinks + tails:
-        index -= sinks + tails
-        k, v, stride, tokens, position = call.new_k, call.new_v, call.new_stride, call.new, call.tokens - call.new
-    elif index >= sinks:
-        index -= sinks
-        k, v, stride, tokens = call.tail_k, call.tail_v, call.tail_stride, call.tail
-        position = call.tokens - call.new - call.tail
-    skip = head * stride + 128 * index * shared.dim * (4 if shared.dtype == 2 else 2)
-    return k + skip, v + skip, min(128, tokens - 128 * index), position + 128 * index
+    if index < sinks:
+        return call.sink_ids + 32 * index, 128 * index, min(128, call.sink - 128 * index), 128 * index
+    index -= sinks
+    if index < tails:
+        first = call.tokens - call.new - call.tail + 128 * index
+        return call.tail_ids + 32 * index, 128 * index, min(128, call.tail - 128 * index), first
+    index -= tails
+    return 0, 128 * index, min(128, call.new - 128 * index), call.tokens - call.new + 128 * index
+
+
+@jit
+def _exact_scores(call, shared, head, ids, first, tokens, work):
+    """Scores of an exact run: piece by piece, or where the new tokens lie."""
+    row = shared.dim * (4 if shared.dtype == 2 else 2)
+    if not ids:
+        token_scores(call.new_k + head * call.new_stride + first * row, tokens, 0, work)
+        return
+    for at in range(0, tokens, PIECE):
+        piece = call.pieces + (2 * shared.heads * peek(ids, at // PIECE) + head) * PIECE * row
+        token_scores(piece, min(PIECE, tokens - at), at, work)
+
+
+@jit
+def _exact_outputs(call, shared, head, ids, first, tokens, out, work):
+    """As `_exact_scores`: softmax weights times the run's V."""
+    row = shared.dim * (4 if shared.dtype == 2 else 2)
+    if not ids:
+        token_outputs(call.new_v + head * call.new_stride + first * row, tokens, 0, out, work)
+        return
+    for at in range(0, tokens, PIECE):
+        piece = call.pieces + (2 * shared.heads * peek(ids, at // PIECE) + shared.heads + head) * PIECE * row
+        token_outputs(piece, min(PIECE, tokens - at), at, out, work)
 
 
 @jit
@@ -221,7 +243,7 @@ def _run_task(call, shared, k_kind, v_kind, task, softcap, ends, made, work):
     before, skip = -(-call.sink // 128), head * shared.head_bytes
     first_query = call.tokens - call.queries
     oldest = first_query - shared.window + 1 if shared.window else 0
-    position = _sealed_before(call, max(0, min(first - before, call.blocks)))
+    position, ids, place = _sealed_before(call, max(0, min(first - before, call.blocks))), 0, 0
     for piece in range(first, last):
         block = piece - before
         if 0 <= block < call.blocks:
@@ -234,28 +256,26 @@ def _run_task(call, shared, k_kind, v_kind, task, softcap, ends, made, work):
                 following = call.records + peek(call.ids, block + 1) * shared.record_bytes + skip
                 poke(work.cursor, 0, following)
                 poke(work.cursor, 1, following + shared.head_bytes)
-            k, v, k_exact, v_exact = part, part, k_kind.scheme == 0, v_kind.scheme == 0
-            if k_exact:
-                k += k_kind.low
-            if v_exact:
-                v += v_kind.low
+            if k_kind.scheme == 0:
+                token_scores(part + k_kind.low, tokens, 0, work)
+            else:
+                record_scores(k_kind, part, work)
         else:
-            k, v, tokens, begin = _exact_piece(call, shared, head, piece if block < 0 else piece - call.blocks)
+            part = 0
+            ids, place, tokens, begin = _exact_run(call, piece if block < 0 else piece - call.blocks)
             if begin + tokens <= oldest:
                 continue
-            k_exact, v_exact = True, True
-        if k_exact:
-            token_scores(k, tokens, work)
-        else:
-            record_scores(k_kind, k, work)
+            _exact_scores(call, shared, head, ids, place, tokens, work)
         if not softmax(
             shared.window, shared.causal, softcap, first_query, call.queries, tokens, begin, ends, made, work
         ):
             continue
-        if v_exact:
-            token_outputs(v, tokens, made, work)
+        if not part:
+            _exact_outputs(call, shared, head, ids, place, tokens, made, work)
+        elif v_kind.scheme == 0:
+            token_outputs(part + v_kind.low, tokens, 0, made, work)
         else:
-            record_outputs(v_kind, v, made, work)
+            record_outputs(v_kind, part, made, work)
 
 
 @jit

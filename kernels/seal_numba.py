@@ -22,12 +22,14 @@ from qkv.kernels.encode_llvm import (
 )
 from qkv.kernels.planes_llvm import pack
 from qkv.kernels.sides import AFFINE, DTYPES, RAW, numbers
+from qkv.kernels.softmax_llvm import peek
 from qkv.kernels.threads import share, threads_for
 from qkv.kernels.unseal_numba import check_ids, refusal, work_space
-from qkv.spec import BLOCK_TOKENS, RecordLayout
+from qkv.spec import BLOCK_TOKENS, PIECE_TOKENS, RecordLayout
 
 __all__ = ["refusal", "seal", "store", "within"]
 
+PIECE = PIECE_TOKENS
 _FEWEST_HEADS = 4  # blocks times heads that are worth a thread: about 100 us
 _WHOLE_TOKEN = 40  # log2 of a group that no head_dim reaches
 
@@ -50,17 +52,17 @@ def within(x: torch.Tensor, limit: float) -> bool:
     return max(largest) <= _bits(limit, x.dtype)
 
 
-def store(k: torch.Tensor, v: torch.Tensor, buffer: torch.Tensor, first: int, limit: float) -> bool:
-    """Copy k, v [H, T, D], D a multiple of 16, to buffer [2, H, C, D], tokens `first` and on, in place.
+def store(k: torch.Tensor, v: torch.Tensor, pieces: torch.Tensor, ids: torch.Tensor, first: int, limit: float) -> bool:
+    """Copy k, v [H, T, D], D a multiple of 16, to slots `first` and on of pieces [N, 2, H, 32, D], in place.
 
-    False, and nothing has changed, if a value is inf, NaN or beyond +-limit. For few tokens: runs on this thread.
+    Slots run over the pieces `ids` int64, one after the other. False, and nothing has changed, if a value is inf, NaN
+    or beyond +-limit. For few tokens: runs on this thread.
     """
     k, v = (x if x.stride(2) == 1 else x.contiguous() for x in (k, v))
-    (heads, tokens, dim), width, (side, head, token, _) = k.shape, k.element_size(), buffer.stride()
-    at = buffer.data_ptr() + first * token * width
+    (heads, tokens, dim), width = k.shape, k.element_size()
     strides = (k.stride(0) * width, k.stride(1) * width, v.stride(0) * width, v.stride(1) * width)
-    targets, dtype = (at, at + side * width, head * width), DTYPES[k.dtype]
-    return bool(_store(k.data_ptr(), v.data_ptr(), strides, targets, heads, tokens, dim, dtype, _bits(limit, k.dtype)))
+    places, shape = (pieces.data_ptr(), ids.data_ptr(), first), (heads, tokens, dim, DTYPES[k.dtype])
+    return bool(_store(k.data_ptr(), v.data_ptr(), strides, places, shape, _bits(limit, k.dtype)))
 
 
 @cache
@@ -114,17 +116,25 @@ def _largest(source, blocks, heads, block, head, token, tokens, dim, dtype, firs
 
 
 @jit
-def _store(k, v, strides, targets, heads, tokens, dim, dtype, limit):
+def _store(k, v, strides, places, shape, limit):
+    (pieces, ids, first), (heads, tokens, dim, dtype) = places, shape
     for head in range(heads):
         if largest_bits(k + head * strides[0], strides[1], dim, tokens, dtype) > limit:
             return False
         if largest_bits(v + head * strides[2], strides[3], dim, tokens, dtype) > limit:
             return False
     size = dim * (4 if dtype == 2 else 2)
-    for head in range(heads):
-        to = head * targets[2]
-        copy_rows(k + head * strides[0], strides[1], dim, tokens, targets[0] + to, size, dtype, dtype)
-        copy_rows(v + head * strides[2], strides[3], dim, tokens, targets[1] + to, size, dtype, dtype)
+    done = 0
+    while done < tokens:
+        slot = (first + done) % PIECE
+        some = min(PIECE - slot, tokens - done)
+        base = pieces + 2 * heads * PIECE * size * peek(ids, (first + done) // PIECE) + slot * size
+        for head in range(heads):
+            source = k + head * strides[0] + done * strides[1]
+            copy_rows(source, strides[1], dim, some, base + head * PIECE * size, size, dtype, dtype)
+            source = v + head * strides[2] + done * strides[3]
+            copy_rows(source, strides[3], dim, some, base + (heads + head) * PIECE * size, size, dtype, dtype)
+        done += some
     return True
 
 

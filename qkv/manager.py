@@ -13,13 +13,12 @@ import torch
 from qkv import ops
 from qkv.errors import SequenceClosed, ShapeError
 from qkv.formats import get_format
-from qkv.offload.device import DeviceTier
+from qkv.layers import AXES, Layers
+from qkv.ledger import Ledger, settled
 from qkv.pool import BlockPool
-from qkv.sequence import Exact, Sequence
-from qkv.shapes import check, check_like
-from qkv.spec import BLOCK_TOKENS, AttendOptions, Format, KVView, LayerSpec, RecordLayout
-
-SEAL_BLOCKS = 16  # blocks encoded at once: bounds the scratch of a long prompt
+from qkv.sequence import Sequence
+from qkv.spec import AttendOptions, Format, KVView, RecordLayout
+from qkv.step import Step
 
 
 @dataclass(frozen=True)
@@ -65,61 +64,74 @@ class KVManager:
             if not isinstance(value, int) or value < least:
                 raise ShapeError(f"{name}: got {value!r}, wanted a whole number of at least {least}")
         self.num_layers = num_layers
-        self._pool = BlockPool(num_blocks)
-        self._tier = DeviceTier(num_layers)
-        self._layouts: list[RecordLayout | None] = [None] * num_layers
+        self._ledger = Ledger(BlockPool(num_blocks), BlockPool(), self.sink_tokens, self.tail_tokens)
+        self._layers = Layers(num_layers, self.format)
+        self._steps: dict[int, Step] = {}  # by sequence: appends that have not reached every layer
         self._sequences: dict[int, Sequence] = {}
         self._ids = itertools.count()
 
     def open(self) -> Sequence:
         """A new, empty sequence."""
-        sequence = Sequence(next(self._ids), [None] * self.num_layers)
+        sequence = Sequence(next(self._ids))
         self._sequences[sequence.id] = sequence
         return sequence
 
     def length(self, sequence: Sequence) -> int:
-        """Tokens stored in every layer (the least, in the middle of a step)."""
+        """Tokens stored in every layer; a step under way does not count."""
         self._mine(sequence)
-        return min(sequence.layer_length(layer) for layer in range(self.num_layers))
+        return sequence.holding.tokens
 
     @torch.no_grad()
     def append(self, sequence: Sequence, layer: int, k: torch.Tensor, v: torch.Tensor) -> None:
         """Store k, v [H, T, D] (K after RoPE) behind the layer's tokens; seals every full block older than the tail.
 
-        All layers of a step append the same T. Copies what it keeps.
-        Raises ShapeError, FormatError (inf, NaN), OutOfBlocks, SequenceClosed; then nothing has changed.
+        A step of one sequence: the first layer reserves what all layers need, and the sequence is longer when the last
+        one has its T tokens. Copies what it keeps. `plan` does the same for many sequences.
+        Raises ShapeError (also: another T than the step's, a layer twice in a step), FormatError (inf, NaN),
+        OutOfBlocks, SequenceClosed; then nothing has changed, and `abort` takes the step back.
         """
-        layout = self._bind(layer, k, v)
+        self._layers.bind(layer, k, v)
         self._mine(sequence)
-        exact = sequence.layers[layer]
-        if exact is None:
-            exact = Exact.empty(layout.layer, self.sink_tokens, self.tail_tokens)
-        # a sink that a crop has shortened fills up again, unless blocks already stand behind it
-        to_sink = 0 if exact.sealed or exact.tail_used else min(self.sink_tokens - exact.sink_used, k.shape[1])
-        waiting = exact.tail_used + k.shape[1] - to_sink
-        to_seal = max(0, (waiting - self.tail_tokens) // BLOCK_TOKENS)
-        if not to_sink and not to_seal:  # nearly every decode step
-            ops.store_tokens(k, v, exact.tail, exact.tail_used)
-            self._layouts[layer], sequence.layers[layer], exact.tail_used = layout, exact, waiting
-            return
-        for name, x in (("k", k), ("v", v)):
-            ops.check_finite(name, x, ("head", "token", "channel"))
-        missing = exact.sealed + to_seal - len(sequence.block_ids)
-        if missing > 0:
-            sequence.block_ids += self._pool.allocate(missing)
-            sequence.block_lengths += [BLOCK_TOKENS] * missing
-        self._layouts[layer] = layout
-        sequence.layers[layer] = exact
-        if to_sink:
-            for side, x in enumerate((k, v)):
-                exact.sink[side, :, exact.sink_used : exact.sink_used + to_sink] = x[:, :to_sink]
-            exact.sink_used += to_sink
-            k, v = k[:, to_sink:], v[:, to_sink:]
-        if to_seal:
-            k, v = self._seal_oldest(sequence, layer, exact, k, v, to_seal * BLOCK_TOKENS)
-        for side, x in enumerate((k, v)):
-            exact.tail[side, :, exact.tail_used : exact.tail_used + x.shape[1]] = x
-        exact.tail_used += k.shape[1]
+        step = self._steps.get(sequence.id)
+        if step is None:
+            if sequence.growth is not None:
+                raise ShapeError(f"sequence {sequence.id} is in a planned step; write to that, or abort it first")
+            for name, x in (("k", k), ("v", v)):
+                ops.check_finite(name, x, AXES)
+            step = self._steps[sequence.id] = self.plan([sequence], [k.shape[1]])
+        try:
+            step.write(layer, 0, k, v)
+            step.finish(layer)
+        finally:
+            if not step.done:
+                step.abort()
+            if not step.open:
+                del self._steps[sequence.id]
+
+    def plan(self, sequences: list[Sequence], tokens: list[int]) -> Step:
+        """A step of `tokens[i]` more for `sequences[i]`, with all blocks and pieces it needs, for all layers at once.
+
+        Raises OutOfBlocks, ShapeError (a sequence twice, or in another step), SequenceClosed; then nothing has changed.
+        """
+        if len(sequences) != len(tokens) or len({sequence.id for sequence in sequences}) != len(sequences):
+            raise ShapeError(
+                f"plan: got {len(sequences)} sequences and {len(tokens)} counts, wanted each sequence once and a count "
+                "for each"
+            )
+        for sequence, count in zip(sequences, tokens, strict=True):
+            self._mine(sequence)
+            if count < 0:
+                raise ShapeError(f"plan: got {count} tokens, wanted at least 0")
+            if sequence.growth is not None:
+                raise ShapeError(f"sequence {sequence.id} is in a step already; finish that, or abort it")
+        return Step(self._ledger, self._layers, sequences, tokens)
+
+    def abort(self, sequence: Sequence) -> None:
+        """Take back `append`s that have not reached every layer; the sequence is as it was before them."""
+        self._mine(sequence)
+        step = self._steps.pop(sequence.id, None)
+        if step is not None:
+            step.abort()
 
     def attend(
         self,
@@ -161,49 +173,31 @@ class KVManager:
         """Where the sequence's K and V of one layer lie, `new` [H, T, D] behind them. Copies only `new`."""
         self._mine(sequence)
         if new is not None:
-            layout = self._bind(layer, *new)
+            layout = self._layers.bind(layer, *new)
         else:
-            bound = self._layouts[self._in_range(layer)]
+            bound = self._layers.layouts[self._layers.index(layer)]
             if bound is None:
                 raise ShapeError(f"layer {layer}: nothing appended yet; append, or pass `new`")
             layout = bound
-        spec = layout.layer
-        exact = sequence.layers[layer] or Exact.empty(spec, 0, 0)
-        records, table = self._tier.records(layer), sequence.table(spec.device)
-        return KVView(
-            layout,
-            torch.zeros(0, layout.record_bytes, dtype=torch.uint8, device=spec.device) if records is None else records,
-            table[0, : exact.sealed],
-            table[1, : exact.sealed],
-            exact.sink[:, :, : exact.sink_used],
-            exact.tail[:, :, : exact.tail_used],
-            exact.tail[:, :, :0] if new is None else torch.stack(list(new)),
-            sum(sequence.block_lengths[: exact.sealed]),
-        )
+        return self._layers.view(layer, layout, sequence.layer_holding(layer), new)
 
     def gather(self, sequence: Sequence, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Dense dequantised k, v [H, T, D] in the model dtype, for consumers that cannot read records. Allocates."""
         view = self.view(sequence, layer)
-        spec, first = view.layout.layer, view.sink.shape[2]
+        spec, first = view.layout.layer, view.table.sink_tokens
         dense = torch.empty(2, spec.kv_heads, view.tokens, spec.head_dim, dtype=spec.dtype, device=spec.device)
+        behind = first + view.table.sealed_tokens
         dense[:, :, :first] = view.sink
-        largest = torch.finfo(spec.dtype).max
-        for block_id, length in zip(view.block_ids.tolist(), view.block_lengths.tolist(), strict=True):
-            for side, values in enumerate(ops.unseal(view.records[block_id].unsqueeze(0), view.layout)):
-                # scale * code + minimum may round past the dtype's largest value
-                dense[side, :, first : first + length] = values[0, :, :length].clamp(-largest, largest)
-            first += length
-        dense[:, :, first:] = view.tail
+        ops.unseal_into(view, dense[:, :, first:behind])
+        dense[:, :, behind:] = view.tail
         return dense[0], dense[1]
 
     def fork(self, sequence: Sequence) -> Sequence:
-        """A second sequence with the same tokens: shares every record, copies sink and tail."""
+        """A second sequence with the same tokens. Shares every record and exact piece; who writes to one copies it."""
         self._mine(sequence)
-        self._settled(sequence, "fork")
+        settled(sequence, "fork")
         twin = self.open()
-        twin.layers = [exact.copy() if exact else None for exact in sequence.layers]
-        twin.block_ids, twin.block_lengths = list(sequence.block_ids), list(sequence.block_lengths)
-        self._pool.retain(twin.block_ids)
+        self._ledger.share(sequence, twin)
         return twin
 
     def crop(self, sequence: Sequence, length: int) -> None:
@@ -212,135 +206,46 @@ class KVManager:
         Raises ShapeError if `length` is negative or beyond the sequence; then nothing has changed.
         """
         self._mine(sequence)
-        have = self._settled(sequence, "crop")
+        have = settled(sequence, "crop")
         if not 0 <= length <= have:
             raise ShapeError(f"crop: got length {length}, wanted 0 to {have}, the tokens stored")
-        layers = [exact for exact in sequence.layers if exact]
-        if not layers:
-            return
-        sink, tail = layers[0].sink_used, layers[0].tail_used
-        surplus = have - length
-        from_tail = min(surplus, tail)
-        surplus -= from_tail
-        while surplus and sequence.block_ids:
-            taken = min(surplus, sequence.block_lengths[-1])
-            sequence.block_lengths[-1] -= taken
-            surplus -= taken
-            if not sequence.block_lengths[-1]:
-                sequence.block_lengths.pop()
-                self._pool.release([sequence.block_ids.pop()])
-        for exact in layers:
-            exact.tail_used = tail - from_tail
-            exact.sealed = len(sequence.block_ids)
-            exact.sink_used = sink - surplus
+        self._ledger.crop(sequence, length)
 
     def close(self, sequence: Sequence) -> None:
-        """Give back the sequence's blocks and buffers; any later use of it raises SequenceClosed."""
+        """Give back the sequence's blocks and pieces; any later use of it raises SequenceClosed."""
         self._mine(sequence)
-        self._pool.release(sequence.block_ids)
-        sequence.closed, sequence.layers, sequence.block_ids = True, [], []
+        self.abort(sequence)
+        if sequence.growth is not None:
+            raise ShapeError(f"close: sequence {sequence.id} is in a planned step; finish that, or abort it")
+        self._ledger.close(sequence)
+        sequence.closed = True
         del self._sequences[sequence.id]
 
     def memory(self) -> Memory:
-        """Bytes of all tensors held, counted from the sizes that were asked for."""
-        records = sum(
-            self._pool_rows(layer) * layout.record_bytes
-            for layer, layout in enumerate(self._layouts)
-            if layout is not None
-        )
-        exact = sum(held.nbytes for sequence in self._sequences.values() for held in sequence.layers if held)
-        return Memory(records, exact)
+        """Bytes of all tensors held, in use or free for the next sequence."""
+        return Memory(self._layers.records.nbytes, self._layers.exact.nbytes)
 
     def check(self) -> None:
         """Walk the whole state; AssertionError if anything disagrees."""
-        holders: dict[int, int] = {}
-        for sequence in self._sequences.values():
-            assert not sequence.closed
-            assert len(sequence.block_ids) == len(sequence.block_lengths)
-            assert len(set(sequence.block_ids)) == len(sequence.block_ids)
-            assert all(0 < length <= BLOCK_TOKENS for length in sequence.block_lengths)
-            for block_id in sequence.block_ids:
-                holders[block_id] = holders.get(block_id, 0) + 1
-            for layer, exact in enumerate(sequence.layers):
-                if exact is None:
-                    continue
-                assert 0 <= exact.sink_used <= exact.sink.shape[2] == self.sink_tokens
-                assert 0 <= exact.tail_used <= exact.tail.shape[2]
-                assert exact.sealed <= len(sequence.block_ids)
-                assert all(block_id < self._pool_rows(layer) for block_id in sequence.block_ids[: exact.sealed])
-        self._pool.check(holders)
-        assert self._tier.nbytes == self.memory().records
+        sequences = list(self._sequences.values())
+        assert not any(sequence.closed for sequence in sequences)
+        self._ledger.check(sequences)
+        for layer in range(self.num_layers):
+            for tier, blocks in ((self._layers.records, True), (self._layers.exact, False)):
+                rows = tier.records(layer)
+                have = 0 if rows is None else rows.shape[0]
+                assert have <= (self._ledger.blocks if blocks else self._ledger.pieces).capacity
+                for sequence in sequences:
+                    holding = sequence.layer_holding(layer)
+                    ids = holding.block_ids if blocks else holding.piece_ids
+                    assert all(number < have for number in ids)
 
     def layout(self, layer: int) -> RecordLayout | None:
         """The layer's record layout; None before its first append."""
-        return self._layouts[self._in_range(layer)]
-
-    def _pool_rows(self, layer: int) -> int:
-        records = self._tier.records(layer)
-        return 0 if records is None else records.shape[0]
-
-    def _seal_oldest(
-        self, sequence: Sequence, layer: int, exact: Exact, k: torch.Tensor, v: torch.Tensor, count: int
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Seal the `count` oldest tokens of the tail and k, v [H, T, D] behind it; returns what is left of k and v.
-
-        Blocks that lie in k and v whole are read there. The tail keeps what is newer than `count`.
-        """
-        from_tail = min(exact.tail_used, count)
-        joined = -(-from_tail // BLOCK_TOKENS) * BLOCK_TOKENS - from_tail  # new tokens that complete the tail's blocks
-        if from_tail:
-            old = exact.tail[:, :, :from_tail]
-            self._seal(sequence, layer, exact, *(torch.cat([old[i], x[:, :joined]], 1) for i, x in enumerate((k, v))))
-            exact.tail_used -= from_tail
-            exact.tail[:, :, : exact.tail_used] = exact.tail[:, :, from_tail : from_tail + exact.tail_used].clone()
-        end = max(joined, count - from_tail)
-        self._seal(sequence, layer, exact, k[:, joined:end], v[:, joined:end])
-        return k[:, end:], v[:, end:]
-
-    def _seal(self, sequence: Sequence, layer: int, exact: Exact, k: torch.Tensor, v: torch.Tensor) -> None:
-        """Write k, v [H, n*128, D] into the table's next n records of this layer."""
-        layout = self._layouts[layer]
-        assert layout is not None
-        if not k.shape[1]:
-            return
-        records = self._tier.reserve(layer, self._pool.capacity, layout.record_bytes, layout.layer.device)
-        blocks = [torch.unflatten(x, 1, (-1, BLOCK_TOKENS)).transpose(0, 1) for x in (k, v)]  # [n, H, 128, D]
-        ids = sequence.block_ids[exact.sealed : exact.sealed + len(blocks[0])]
-        for first in range(0, len(ids), SEAL_BLOCKS):
-            run = slice(first, first + SEAL_BLOCKS)
-            ops.seal(blocks[0][run], blocks[1][run], layout, records, ids[run], checked=True)
-        exact.sealed += len(ids)
-
-    def _bind(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> RecordLayout:
-        """The layer's layout, or what a first append of these K and V would fix. Raises ShapeError, FormatError."""
-        held = self._layouts[self._in_range(layer)]
-        if held is None:
-            sizes = check("H T D", k=k, v=v)
-            held = RecordLayout(self.format, LayerSpec(sizes["H"], sizes["D"], k.dtype, k.device))
-            check_like("v", v, k.dtype, k.device)
-            return held
-        if k.shape != v.shape or k.dim() != 3 or k.shape[::2] != (held.layer.kv_heads, held.layer.head_dim):
-            check("H T D", {"H": held.layer.kv_heads, "D": held.layer.head_dim}, k=k, v=v)
-        check_like("k", k, held.layer.dtype, held.layer.device)
-        check_like("v", v, held.layer.dtype, held.layer.device)
-        return held
-
-    def _in_range(self, layer: int) -> int:
-        if not 0 <= layer < self.num_layers:
-            raise ShapeError(f"layer: got {layer}, wanted 0 to {self.num_layers - 1}")
-        return layer
+        return self._layers.layouts[self._layers.index(layer)]
 
     def _mine(self, sequence: Sequence) -> None:
         if sequence.closed:
             raise SequenceClosed(f"sequence {sequence.id} is closed; open a new one")
         if self._sequences.get(sequence.id) is not sequence:
             raise ShapeError(f"sequence {sequence.id} belongs to another KVManager")
-
-    def _settled(self, sequence: Sequence, verb: str) -> int:
-        """The length, if all layers agree on it."""
-        lengths = {sequence.layer_length(layer) for layer in range(self.num_layers)}
-        if len(lengths) > 1:
-            raise ShapeError(
-                f"{verb}: layers hold {min(lengths)} to {max(lengths)} tokens; finish the step in every layer first"
-            )
-        return lengths.pop()

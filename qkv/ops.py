@@ -15,7 +15,7 @@ from qkv.errors import ShapeError
 from qkv.formats import record
 from qkv.kernels import attend_sdpa, attend_torch
 from qkv.shapes import check, check_like
-from qkv.spec import AttendOptions, KVView, RecordLayout
+from qkv.spec import PIECE_TOKENS, AttendOptions, KVView, RecordLayout
 
 
 @dataclass(frozen=True)
@@ -136,20 +136,23 @@ def check_finite(name: str, x: torch.Tensor, axes: tuple[str, ...]) -> None:
     record.check_finite(name, x, axes)
 
 
-def store_tokens(k: torch.Tensor, v: torch.Tensor, buffer: torch.Tensor, first: int) -> None:
-    """Copy a few exact tokens k, v [H, T, D] to buffer [2, H, C, D], from token `first` on, in place.
+def store_tokens(k: torch.Tensor, v: torch.Tensor, pieces: torch.Tensor, ids: torch.Tensor, first: int) -> None:
+    """Copy a few exact tokens k, v [H, T, D] to pieces [num_pieces, 2, H, 32, D], in place.
 
-    All in one dtype, with room for T. Raises FormatError (inf, NaN); then nothing has changed.
+    They go to slots `first` and on, counted over the pieces `ids` int64 one after the other. All in one dtype and on
+    one device, with room for T. Raises FormatError (inf, NaN); then nothing has changed.
     """
-    kernel = _cpu_kernel("seal_numba")[0] if buffer.device.type == "cpu" and k.shape[-1] % 16 == 0 else None
+    kernel = _cpu_kernel("seal_numba")[0] if pieces.device.type == "cpu" and k.shape[-1] % 16 == 0 else None
     if kernel is not None:
         with _compiled("seal_numba"):
-            if kernel.store(k, v, buffer, first, record.LARGEST_VALUE):
+            if kernel.store(k, v, pieces, ids, first, record.LARGEST_VALUE):
                 return
     for name, x in (("k", k), ("v", v)):
         record.check_finite(name, x, record.BLOCK_AXES[1:])
+    slots = torch.arange(first, first + k.shape[1], device=pieces.device)
+    places = ids[slots // PIECE_TOKENS], slots % PIECE_TOKENS
     for side, x in enumerate((k, v)):
-        buffer[side, :, first : first + x.shape[1]] = x
+        pieces[places[0], side, :, places[1]] = x.transpose(0, 1)
 
 
 def unseal(records: torch.Tensor, layout: RecordLayout) -> tuple[torch.Tensor, torch.Tensor]:

@@ -1,42 +1,87 @@
-"""One sequence: its block table, and its exact sink and tail in each layer.
+"""One sequence: which pieces and blocks hold its tokens, now and behind the step that is under way.
 
-position  0 ..... sink_tokens | block 0 | block 1 | ... | tail, oldest first
-held by   Exact.sink          | Sequence.block_ids      | Exact.tail
+    position  0 ..... sink_tokens | block 0 | block 1 | ... | tail, oldest first
+    held by   sink_ids (pieces)   | block_ids               | tail_ids (pieces)
+
+Ids are the same in every layer. A step leaves what the sequence has as it is until every layer has written its part:
+until then `Growth` holds what will be, and dropping it undoes the step.
 """
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 
-from qkv.spec import BLOCK_TOKENS, LayerSpec
+from qkv.spec import BLOCK_TOKENS, PIECE_TOKENS, Table
+
+PIECES_A_BLOCK = BLOCK_TOKENS // PIECE_TOKENS
+
+
+class Counts(NamedTuple):
+    """Tokens in the sink, blocks sealed, tokens in the tail."""
+
+    sink: int = 0
+    sealed: int = 0
+    tail: int = 0
+
+
+def pieces_for(tokens: int) -> int:
+    return -(-tokens // PIECE_TOKENS)
+
+
+class Holding:
+    """The ids and counts of one state of a sequence. Immutable."""
+
+    def __init__(
+        self,
+        counts: Counts = Counts(),  # noqa: B008  # immutable
+        sink_ids: tuple[int, ...] = (),
+        tail_ids: tuple[int, ...] = (),
+        block_ids: tuple[int, ...] = (),
+        block_lengths: tuple[int, ...] = (),
+    ) -> None:
+        self.counts, self.sink_ids, self.tail_ids = counts, sink_ids, tail_ids
+        self.block_ids, self.block_lengths = block_ids, block_lengths
+        self.sealed_tokens = sum(block_lengths)
+        self.tokens = counts.sink + self.sealed_tokens + counts.tail
+        self._tables: dict[torch.device, Table] = {}
+
+    @property
+    def piece_ids(self) -> tuple[int, ...]:
+        return self.sink_ids + self.tail_ids
+
+    def table(self, device: torch.device) -> Table:
+        """The same as tensors on a device; made once."""
+        made = self._tables.get(device)
+        if made is None:
+            with torch.inference_mode(False):
+                ids = [
+                    torch.tensor(numbers, dtype=torch.int64, device=device)
+                    for numbers in (self.block_ids, self.block_lengths, self.sink_ids, self.tail_ids)
+                ]
+            made = Table(ids[0], ids[1], self.sealed_tokens, ids[2], self.counts.sink, ids[3], self.counts.tail)
+            self._tables[device] = made
+        return made
 
 
 @dataclass
-class Exact:
-    """Exact tokens of one sequence in one layer: buffers [2, H, capacity, D], K then V, and how much is used."""
+class Growth:
+    """A step under way: `tokens` more in every layer.
 
-    sink: torch.Tensor
-    tail: torch.Tensor
-    sink_used: int = 0
-    tail_used: int = 0
-    sealed: int = 0  # blocks of the table that this layer has written
+    after      what the sequence holds when the last layer is done
+    to_sink, to_seal  of the new tokens, how many join the sink; how many blocks each layer seals
+    fresh, fresh_pieces  ids that this step has allocated; dropped: pieces that `after` does without
+    done       layers that have written their part; the step's own set
+    """
 
-    @classmethod
-    def empty(cls, layer: LayerSpec, sink_tokens: int, tail_tokens: int) -> "Exact":
-        # a buffer made under inference_mode could not be written outside it
-        @torch.inference_mode(False)
-        def buffer(tokens: int) -> torch.Tensor:
-            return torch.zeros(2, layer.kv_heads, tokens, layer.head_dim, dtype=layer.dtype, device=layer.device)
-
-        return cls(buffer(sink_tokens), buffer(tail_tokens + BLOCK_TOKENS - 1))
-
-    def copy(self) -> "Exact":
-        with torch.inference_mode(False):
-            return Exact(self.sink.clone(), self.tail.clone(), self.sink_used, self.tail_used, self.sealed)
-
-    @property
-    def nbytes(self) -> int:
-        return self.sink.nbytes + self.tail.nbytes
+    tokens: int
+    after: Holding
+    to_sink: int
+    to_seal: int
+    fresh: list[int]
+    fresh_pieces: list[int]
+    dropped: list[int]
+    done: set[int] = field(default_factory=set)
 
 
 @dataclass(eq=False)
@@ -44,24 +89,16 @@ class Sequence:
     """A handle from `KVManager.open` or `fork`; only the manager changes it."""
 
     id: int
-    layers: list[Exact | None]
-    block_ids: list[int] = field(default_factory=list)
-    block_lengths: list[int] = field(default_factory=list)  # below 128 only after a crop
+    holding: Holding = field(default_factory=Holding)
+    growth: Growth | None = None
     closed: bool = False
-    _table: tuple[list[int], list[int], torch.Tensor] | None = None
 
-    def table(self, device: torch.device) -> torch.Tensor:
-        """Block ids and lengths as int64 [2, N] on a device. Made anew only when the table has changed."""
-        held = self._table
-        if held is None or held[0] != self.block_ids or held[1] != self.block_lengths or held[2].device != device:
-            ids, lengths = list(self.block_ids), list(self.block_lengths)
-            with torch.inference_mode(False):
-                held = self._table = (ids, lengths, torch.tensor([ids, lengths], dtype=torch.int64, device=device))
-        return held[2]
+    @property
+    def block_ids(self) -> tuple[int, ...]:
+        """Blocks sealed in every layer, oldest first."""
+        return self.holding.block_ids
 
-    def layer_length(self, layer: int) -> int:
-        """Tokens stored in one layer."""
-        exact = self.layers[layer]
-        if exact is None:
-            return 0
-        return exact.sink_used + sum(self.block_lengths[: exact.sealed]) + exact.tail_used
+    def layer_holding(self, layer: int) -> Holding:
+        """What the sequence holds in one layer, in the middle of a step too."""
+        growth = self.growth
+        return growth.after if growth is not None and layer in growth.done else self.holding

@@ -12,6 +12,7 @@ import torch
 from qkv.errors import FormatError, ShapeError
 
 BLOCK_TOKENS = 128
+PIECE_TOKENS = 32  # of an exact piece; a block is whole pieces
 LAYOUT_VERSION = 1
 FIELD_ALIGN = 64
 TILE_LANES = 16  # one 512-bit vector of 32-bit lanes; two of AVX2, four of NEON
@@ -192,39 +193,92 @@ class AttendOptions:
     precise: bool = False
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
+class Table:
+    """Where one sequence's stored tokens lie, the same in every layer. Kernels may know a step by its tables' identity.
+
+    block_ids, block_lengths  int64 [N], a length < 128 after a crop; sealed_tokens: their sum
+    sink_ids, tail_ids        int64: pieces of the sink and of the tail, in order; only a last one is part full
+    """
+
+    block_ids: torch.Tensor
+    block_lengths: torch.Tensor
+    sealed_tokens: int
+    sink_ids: torch.Tensor
+    sink_tokens: int
+    tail_ids: torch.Tensor
+    tail_tokens: int
+
+    @property
+    def stored_tokens(self) -> int:
+        return self.sink_tokens + self.sealed_tokens + self.tail_tokens
+
+
 class KVView:
     """All K and V that one sequence has in one layer, where they lie. Copies nothing.
 
         position   0 ........ sink | block 0 | block 1 | ... | tail | new
-        held as    exact [2,H,T,D] | records, via block_ids  | exact | exact, not appended yet
+        held as    exact pieces    | records                 | exact pieces | exact, not appended yet
 
-    records        uint8 [num_blocks, R]; block_ids, block_lengths: int64 [N], a length < 128 after a crop
-    sink/tail/new  [2, H, T, D], K then V; T may be 0
-    sealed_tokens  sum of block_lengths where it is at hand; None: it is computed
+    records   uint8 [num_blocks, R]
+    pieces    [num_pieces, 2, H, 32, D] in the model dtype, K then V
+    table     which of them are the sequence's
+    new       [2, H, T, D], K then V; T may be 0
     """
 
-    layout: RecordLayout
-    records: torch.Tensor
-    block_ids: torch.Tensor
-    block_lengths: torch.Tensor
-    sink: torch.Tensor
-    tail: torch.Tensor
-    new: torch.Tensor
-    sealed_tokens: int | None = None
+    __slots__ = ("layout", "new", "pieces", "records", "stored_tokens", "table", "tokens")
 
-    @cached_property
-    def stored_tokens(self) -> int:
-        sealed = int(self.block_lengths.sum()) if self.sealed_tokens is None else self.sealed_tokens
-        return self.sink.shape[2] + sealed + self.tail.shape[2]
+    def __init__(
+        self, layout: RecordLayout, records: torch.Tensor, pieces: torch.Tensor, table: Table, new: torch.Tensor
+    ) -> None:
+        self.layout, self.records, self.pieces, self.table, self.new = layout, records, pieces, table, new
+        self.stored_tokens = table.stored_tokens
+        self.tokens = self.stored_tokens + new.shape[2]
 
-    @cached_property
-    def tokens(self) -> int:
-        return self.stored_tokens + self.new.shape[2]
+    @property
+    def block_ids(self) -> torch.Tensor:
+        return self.table.block_ids
+
+    @property
+    def block_lengths(self) -> torch.Tensor:
+        return self.table.block_lengths
+
+    @property
+    def sink(self) -> torch.Tensor:
+        """The sink's tokens [2, H, T, D]. Allocates."""
+        return self._gather(self.table.sink_ids, self.table.sink_tokens)
+
+    @property
+    def tail(self) -> torch.Tensor:
+        """The tail's tokens [2, H, T, D]. Allocates."""
+        return self._gather(self.table.tail_ids, self.table.tail_tokens)
+
+    def _gather(self, ids: torch.Tensor, tokens: int) -> torch.Tensor:
+        return self.pieces[ids].permute(1, 2, 0, 3, 4).flatten(2, 3)[:, :, :tokens]
 
     @classmethod
     def exact(cls, layout: RecordLayout, new: torch.Tensor) -> "KVView":
         """Nothing stored, all K and V [2, H, T, D] at hand."""
         none = torch.zeros(0, dtype=torch.int64, device=new.device)
         records = torch.zeros(0, layout.record_bytes, dtype=torch.uint8, device=new.device)
-        return cls(layout, records, none, none, new[:, :, :0], new[:, :, :0], new)
+        return cls.of(layout, records, (none, none), (new[:, :, :0], new[:, :, :0]), new)
+
+    @classmethod
+    def of(
+        cls,
+        layout: RecordLayout,
+        records: torch.Tensor,
+        blocks: tuple[torch.Tensor, torch.Tensor],
+        exact: tuple[torch.Tensor, torch.Tensor],
+        new: torch.Tensor,
+    ) -> "KVView":
+        """From dense sink and tail [2, H, T, D], which are copied to pieces. blocks: their ids and lengths, int64."""
+        counts = [-(-side.shape[2] // PIECE_TOKENS) for side in exact]
+        shape = (sum(counts), 2, layout.layer.kv_heads, PIECE_TOKENS, layout.layer.head_dim)
+        pieces = torch.zeros(shape, dtype=layout.layer.dtype, device=new.device)
+        ids = torch.split(torch.arange(shape[0], device=new.device), counts)
+        for side, own in zip(exact, ids, strict=True):
+            for piece, some in zip(own.tolist(), torch.split(side, PIECE_TOKENS, 2), strict=False):
+                pieces[piece, :, :, : some.shape[2]] = some
+        sink, tail = (side.shape[2] for side in exact)
+        return cls(layout, records, pieces, Table(*blocks, int(blocks[1].sum()), ids[0], sink, ids[1], tail), new)

@@ -79,7 +79,7 @@ def test_quantised_is_smaller_and_reads_its_records(smollm2: tuple[Any, Any]) ->
     answers = [run.ask(QUESTION, last=True) for run in (exact, four, two)]
     assert answers[2].kv_bytes < answers[1].kv_bytes < answers[0].kv_bytes
     manager = two.cache.manager  # type: ignore[union-attr]  # it has been read
-    records, layout = manager._tier.records(0), manager.layout(0)
+    records, layout = manager._layers.records.records(0), manager.layout(0)
     assert records is not None
     assert layout is not None
     layout.field(records, "v_codes_0").random_()  # every record of one layer

@@ -92,9 +92,8 @@ def test_a_view_counts_its_tokens() -> None:
     spec = layout("exact", 16)
     exact = torch.zeros(2, 2, 10, 16, dtype=torch.float16)
     records = torch.zeros(4, spec.record_bytes, dtype=torch.uint8)
-    view = KVView(
-        spec, records, torch.tensor([2, 0]), torch.tensor([128, 5]), exact[:, :, :3], exact[:, :, :7], exact[:, :, :2]
-    )
+    blocks = torch.tensor([2, 0]), torch.tensor([128, 5])
+    view = KVView.of(spec, records, blocks, (exact[:, :, :3], exact[:, :, :7]), exact[:, :, :2])
     assert view.stored_tokens == 3 + 133 + 7
     assert view.tokens == view.stored_tokens + 2
     assert KVView.exact(spec, exact).stored_tokens == 0

@@ -131,10 +131,14 @@ def _over_records(
     new = layer.rows.step_mask(layer.index, mask, k.shape[2])
     rows, manager = layer.rows.sequences, layer.rows.manager
     if new is None and k.shape[2] == 1:
-        # one token sees all of its row, itself included: stored first, it needs no place of its own
-        layer.commit(None)
-        made = manager.attend_many(rows, layer.index, list(query), options, need_lse=False)
-        return made[0][0].unsqueeze(0) if len(made) == 1 else torch.stack([out for out, _ in made])
+        step = layer.rows.planned(None, 1)
+        try:
+            out = step.attend(layer.index, query.squeeze(2), k.squeeze(2), v.squeeze(2), options)
+        except BaseException:
+            layer.drop()
+            raise
+        layer.committed(None)
+        return out.unsqueeze(2)
     keep = [slice(None)] * len(k) if new is None else [tokens.to(k.device) for tokens in new]
     steps = [(k[row][:, kept], v[row][:, kept]) for row, kept in enumerate(keep)]
     queries = [query[row][:, kept] for row, kept in enumerate(keep)]

@@ -21,6 +21,7 @@ class QKVLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is untype
     def __init__(self, rows: Rows, index: int) -> None:
         super().__init__()
         self.rows, self.index = rows, index
+        rows.layers.append(self)
         self.pending: tuple[torch.Tensor, torch.Tensor] | None = None
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor | None = None) -> None:
@@ -39,12 +40,13 @@ class QKVLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is untype
             raise UnsupportedModel(
                 f"keys {list(k.shape)} and values {list(v.shape)} differ in shape; use transformers' own cache for it"
             )
-        self.rows.begin(self.index)
+        if not self.index:
+            self.rows.recover()
         self.settle()
         self.lazy_initialization(k)
         self.pending = (k, v)
         self.rows.waiting[self.index] = k.shape[2]
-        shape = (k.shape[0], k.shape[1], self.get_seq_length(), k.shape[3])
+        shape = (k.shape[0], k.shape[1], self.rows.widths[self.index] + k.shape[2], k.shape[3])
         return KVHandle(self, shape, k, lambda: self._dequantised(0)), KVHandle(
             self, shape, v, lambda: self._dequantised(1)
         )
@@ -53,13 +55,28 @@ class QKVLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is untype
         """Append the pending step; `new` bool [B, T] says which of it are tokens (None: all)."""
         assert self.pending is not None
         k, v = self.pending
-        self.pending, self.rows.broken = None, True
+        step = self.rows.planned(new, k.shape[2])
+        try:
+            for row in range(len(self.rows.sequences)):
+                keep = slice(None) if new is None else new[row].to(k.device)
+                step.write(self.index, row, k[row][:, keep], v[row][:, keep])
+        except BaseException:
+            self.drop()
+            raise
+        step.finish(self.index)
+        self.committed(new)
+
+    def drop(self) -> None:
+        """Forget the pending step."""
+        self.pending = None
         self.rows.waiting.pop(self.index, None)
-        for row, sequence in enumerate(self.rows.sequences):
-            keep = slice(None) if new is None else new[row].to(k.device)
-            self.rows.manager.append(sequence, self.index, k[row][:, keep], v[row][:, keep])
-        self.rows.broken = False
-        self.rows.advance(self.index, new, k.shape[2])
+
+    def committed(self, new: torch.Tensor | None) -> None:
+        """The pending step is stored."""
+        assert self.pending is not None
+        tokens = self.pending[0].shape[2]
+        self.drop()
+        self.rows.advance(self.index, new, tokens)
 
     def settle(self) -> None:
         """Commit what another attention has read dense; all of it counts as tokens, for no mask came with it."""
@@ -82,7 +99,8 @@ class QKVLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is untype
         return self.dense(side)
 
     def get_seq_length(self, *args: Any) -> int:
-        return self.rows.widths[self.index] + (0 if self.pending is None else self.pending[0].shape[2])
+        """What a forward pass may build on: a step that has not reached every layer does not count."""
+        return self.rows.length()
 
     def get_mask_sizes(self, query: int | torch.Tensor) -> tuple[int, int]:
         """(keys that attention will see, position of the first); 4.57 passes positions, later releases a count."""

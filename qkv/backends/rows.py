@@ -4,22 +4,29 @@ A row is one sequence of the manager. `valid` remembers which padded positions h
 group, a record or a softmax, and dense tensors can be laid out as transformers expects them.
 """
 
+from typing import Any
+
 import torch
 
 from qkv.errors import ShapeError
 from qkv.manager import KVManager
 from qkv.sequence import Sequence
+from qkv.step import Step
 
 
 class Rows:
-    """The rows of one cache. `widths[layer]`: padded positions that a layer has stored; they differ only mid-step."""
+    """The rows of one cache. `widths[layer]`: padded positions that a layer has stored; they differ only mid-step.
 
-    def __init__(self, manager: KVManager) -> None:
-        self.manager = manager
+    alone: no layer of the model stays with transformers, so a step that fails can be taken back in all of them.
+    """
+
+    def __init__(self, manager: KVManager, alone: bool = True) -> None:
+        self.manager, self.alone = manager, alone
+        self.layers: list[Any] = []  # QKVLayer, each by itself
         self.sequences: list[Sequence] = []
         self.widths = [0] * manager.num_layers
         self.waiting: dict[int, int] = {}  # layer -> positions that its update has taken and no attention has committed
-        self.broken = False  # a step failed half way: some layer or row misses tokens that others have
+        self.step: Step | None = None  # under way: some layers have its tokens, others have not
         self.valid: torch.Tensor | None = None  # bool [B, max(widths)] on the CPU; None: no padding anywhere
 
     def open(self, count: int) -> None:
@@ -31,16 +38,34 @@ class Rows:
                 f"batch: got {count} rows, wanted the {len(self.sequences)} of this cache; use one cache a batch"
             )
 
-    def begin(self, layer: int) -> None:
-        """Before a layer takes a step. Raises ShapeError if an earlier step never reached every layer and row."""
-        if layer and not self.broken:
-            return
-        reached = {width + self.waiting.get(index, 0) for index, width in enumerate(self.widths)}
-        if self.broken or len(reached) > 1:
+    def recover(self) -> None:
+        """Between steps: take back one that never reached every layer.
+
+        Raises ShapeError where that cannot be: layers that stay with transformers have kept it.
+        """
+        reached = self._reached()
+        start = min(reached)
+        if max(reached) > start and not self.alone:
             raise ShapeError(
-                f"cache: an earlier step failed half way, layers hold {min(reached)} to {max(reached)} tokens; "
+                f"cache: an earlier step failed half way, layers hold {start} to {max(reached)} tokens; "
                 "reset() it and start again"
             )
+        for held in self.layers:
+            if reached[held.index] > start:
+                held.drop()
+        if self.step is not None and self.step.open and (max(self.widths) > start or not self.step.done):
+            self.step.abort()
+            self.widths = [min(width, start) for width in self.widths]
+            if self.valid is not None:
+                self.valid = self.valid[:, :start]
+
+    def length(self) -> int:
+        """Padded positions that every layer has, or has taken."""
+        return min(self._reached())
+
+    def _reached(self) -> list[int]:
+        waiting = self.waiting
+        return [width + waiting.get(index, 0) for index, width in enumerate(self.widths)] if waiting else self.widths
 
     def step_mask(self, layer: int, mask: torch.Tensor | None, tokens: int) -> torch.Tensor | None:
         """The new part, bool [B, tokens], of a 2-D padding mask over stored and new tokens; None: all are tokens.
@@ -70,6 +95,13 @@ class Rows:
             )
         new = mask[:, width:]
         return None if bool(new.all()) else new
+
+    def planned(self, new: torch.Tensor | None, tokens: int) -> Step:
+        """The step under way, or one that begins: `tokens` of every row, or as many as `new` bool [B, tokens] says."""
+        if self.step is None or not self.step.open:
+            counts = [tokens] * len(self.sequences) if new is None else new.sum(1).tolist()
+            self.step = self.manager.plan(self.sequences, counts)
+        return self.step
 
     def advance(self, layer: int, new: torch.Tensor | None, tokens: int) -> None:
         """Record that a layer has stored `tokens` more padded positions, valid where `new` bool [B, tokens] says."""
@@ -119,17 +151,19 @@ class Rows:
 
     def fork(self) -> "Rows":
         """The same rows once more, sharing every record."""
-        twin = Rows(self.manager)
+        twin = Rows(self.manager, self.alone)
         twin.sequences = [self.manager.fork(sequence) for sequence in self.sequences]
         twin.widths, twin.valid = list(self.widths), self.valid
         return twin
 
     def reset(self) -> None:
         """Close every row."""
+        if self.step is not None:
+            self.step.abort()
         for sequence in self.sequences:
             self.manager.close(sequence)
         self.sequences, self.widths, self.valid = [], [0] * len(self.widths), None
-        self.waiting, self.broken = {}, False
+        self.waiting, self.step = {}, None
 
     def dense(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Dequantised k, v [B, H, width, D] as transformers pads them, zeros where padding was. Allocates it all."""

@@ -79,7 +79,7 @@ class QKVCache(Cache):  # type: ignore[misc]  # transformers is untyped here
             )
         self.manager = KVManager(len(served), chosen, sink_tokens=sink_tokens, tail_tokens=tail_tokens)
         _hold_to_format(config, chosen)
-        self.rows = Rows(self.manager)
+        self.rows = Rows(self.manager, alone=len(served) == len(layers))
         for index, layer in enumerate(served):
             layers[layer] = QKVLayer(self.rows, index)
         super().__init__(layers=layers)
@@ -159,6 +159,7 @@ class QKVCache(Cache):  # type: ignore[misc]  # transformers is untyped here
         return [layer for layer in self.layers if isinstance(layer, QKVLayer)]
 
     def _settle(self) -> None:
+        self.rows.recover()
         for layer in self._own():
             layer.settle()
 

@@ -1,6 +1,7 @@
 """Batch rows: padded rows through crop, fork and reorder; layers that stay with transformers; steps that fail."""
 
 import inspect
+import warnings
 from typing import Any
 
 import pytest
@@ -204,36 +205,46 @@ def test_encoder_and_cross_attention(padded: tuple[torch.Tensor, torch.Tensor]) 
 
 
 @pytest.mark.parametrize("layer", [0, 2])
-def test_a_step_that_fails_is_noticed(
-    layer: int, tiny: Any, call: Any, padded: tuple[torch.Tensor, torch.Tensor], monkeypatch: Any
+@pytest.mark.parametrize("tokens", [1, 4, 200])
+def test_a_step_that_fails_is_taken_back(
+    layer: int, tokens: int, tiny: Any, call: Any, padded: tuple[torch.Tensor, torch.Tensor]
 ) -> None:
+    """The next call gives what a cache gives that never saw the step; 200 tokens seal blocks in the layers before."""
     model = tiny("llama")
     enable(model)
-    cache = QKVCache(model.config, "kivi4")
-    call(model, padded[0], cache)
+    cache, undisturbed = QKVCache(model.config, "kivi4"), QKVCache(model.config, "kivi4")
+    for each in (cache, undisturbed):
+        call(model, padded[0], each)
     weight = model.model.layers[layer].self_attn.k_proj.weight
     kept = weight.detach().clone()
     with torch.no_grad():
         weight[0, 0] = float("nan")
     with pytest.raises(FormatError, match="k: got nan"):
-        call(model, step(3), cache)
+        call(model, padded[0][:, :tokens], cache)
     with torch.no_grad():
         weight.copy_(kept)
     assert cache.memory().total > 0
-    with pytest.raises(ShapeError, match="failed half way"):
-        call(model, step(3), cache)
-    cache.reset()
     cache.manager.check()
-    assert torch.isfinite(call(model, padded[0], cache).logits).all()
+    for _ in range(2):
+        got, want = (call(model, step(3), each).logits for each in (cache, undisturbed))
+        assert torch.equal(got, want)
+    cache.manager.check()
+    assert [len(sequence.block_ids) for sequence in cache.rows.sequences] == [1, 1, 1]
 
 
-def test_an_interrupted_step_is_noticed(
-    tiny: Any, call: Any, padded: tuple[torch.Tensor, torch.Tensor], monkeypatch: Any
+@pytest.mark.parametrize("attention", ["qkv", "eager"])
+def test_an_interrupted_step_is_taken_back(
+    attention: str, tiny: Any, call: Any, padded: tuple[torch.Tensor, torch.Tensor], monkeypatch: Any
 ) -> None:
+    """Also where another attention reads dense tensors, and each layer's step waits for the next call."""
     model = tiny("llama")
-    enable(model)
-    cache = QKVCache(model.config, "kivi4")
-    call(model, padded[0], cache)
+    if attention == "qkv":
+        enable(model)
+    else:
+        warnings.filterwarnings("ignore", message="qkv: an attention other than qkv's")
+    cache, undisturbed = QKVCache(model.config, "kivi4"), QKVCache(model.config, "kivi4")
+    for each in (cache, undisturbed):
+        call(model, padded[0], each)
 
     def interrupted(*args: Any, **kwargs: Any) -> None:
         raise KeyboardInterrupt
@@ -242,8 +253,35 @@ def test_an_interrupted_step_is_noticed(
         patch.setattr(model.model.layers[1].mlp, "forward", interrupted)
         with pytest.raises(KeyboardInterrupt):
             call(model, step(3), cache)
+    for _ in range(2):
+        got, want = (call(model, step(3), each).logits for each in (cache, undisturbed))
+        assert torch.equal(got, want)
+    cache.manager.check()
+
+
+def test_an_interrupted_step_of_a_mixed_cache_is_noticed(
+    tiny: Any, call: Any, padded: tuple[torch.Tensor, torch.Tensor], monkeypatch: Any
+) -> None:
+    """transformers' own layers have kept what they got of it."""
+    model = tiny("gemma2", num_hidden_layers=4)
+    enable(model)
+    cache = QKVCache(model.config, "kivi4")
+    assert {row.held_by == "qkv" for row in cache.report()} == {True, False}
+    call(model, padded[0], cache)
+
+    def interrupted(*args: Any, **kwargs: Any) -> None:
+        raise KeyboardInterrupt
+
+    last = max(row.layer for row in cache.report() if row.held_by == "qkv")
+    with monkeypatch.context() as patch:
+        patch.setattr(model.model.layers[last].self_attn.q_proj, "forward", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            call(model, step(3), cache)
     with pytest.raises(ShapeError, match="layers hold 300 to 304 tokens"):
         call(model, step(3), cache)
+    cache.reset()
+    cache.manager.check()
+    assert torch.isfinite(call(model, padded[0], cache).logits).all()
 
 
 def test_padding_may_not_be_forgotten(tiny: Any, call: Any, padded: tuple[torch.Tensor, torch.Tensor]) -> None:

@@ -51,7 +51,7 @@ SHAPES = [
 # token's largest).
 ROUNDED = {True: 2e-5, False: 2e-3}
 
-PARTS = ("records", "block_ids", "block_lengths", "sink", "tail", "new")
+PARTS = ("records", "pieces", "table", "new")
 
 
 def view_of(
@@ -74,7 +74,7 @@ def view_of(
     def exact(tokens: int) -> torch.Tensor:
         return torch.randn(2, heads, tokens + 11, dim).to(dtype)[:, :, :tokens]
 
-    return KVView(layout, records, ids, lengths, exact(sink), exact(tail), exact(new))
+    return KVView.of(layout, records, (ids, lengths), (exact(sink), exact(tail)), exact(new))
 
 
 def both(q: torch.Tensor, view: KVView, options: AttendOptions) -> tuple[float, float]:

@@ -29,7 +29,7 @@ def view_of(
     def exact(tokens: int) -> torch.Tensor:
         return torch.randn(2, heads, tokens, dim)
 
-    return KVView(layout, records, ids, lengths, exact(sink), exact(tail), exact(new))
+    return KVView.of(layout, records, (ids, lengths), (exact(sink), exact(tail)), exact(new))
 
 
 def oracle(q: torch.Tensor, view: KVView, o: AttendOptions) -> tuple[torch.Tensor, torch.Tensor]:
@@ -139,7 +139,7 @@ def test_the_largest_float16_values_stay_finite(name: str) -> None:
     v[..., ::2] *= -1
     none = torch.zeros(2, 1, 0, 64, dtype=torch.float16)
     records = seal(torch.zeros_like(v), v, layout)
-    view = KVView(layout, records, torch.tensor([0]), torch.tensor([BLOCK_TOKENS]), none, none, none)
+    view = KVView.of(layout, records, (torch.tensor([0]), torch.tensor([BLOCK_TOKENS])), (none, none), none)
     out, _ = run(torch.randn(1, 1, 64).half(), view)
     assert torch.isfinite(out).all()
     assert (out.abs() > 0.9 * largest).all()

@@ -56,7 +56,7 @@ def view_of(
     def exact(tokens: int) -> torch.Tensor:
         return torch.randn(2, heads, tokens + 11, dim).to(dtype)[:, :, :tokens]
 
-    return KVView(layout, records, ids, lengths, exact(sink), exact(tail), exact(new))
+    return KVView.of(layout, records, (ids, lengths), (exact(sink), exact(tail)), exact(new))
 
 
 def reference(q: torch.Tensor, view: KVView, options: AttendOptions) -> tuple[torch.Tensor, torch.Tensor]:
@@ -221,9 +221,8 @@ def test_the_largest_float16_values_stay_finite() -> None:
     v = torch.full((1, 1, BLOCK_TOKENS, 64), 65504.0).half()
     v[..., ::2] *= -1
     none = torch.zeros(2, 1, 0, 64).half()
-    view = KVView(
-        layout, seal(torch.zeros_like(v), v, layout), torch.tensor([0]), torch.tensor([128]), none, none, none
-    )
+    blocks = torch.tensor([0]), torch.tensor([128])
+    view = KVView.of(layout, seal(torch.zeros_like(v), v, layout), blocks, (none, none), none)
     out, _ = attend_unsealed.attend(torch.randn(1, 70, 64).half(), view, AttendOptions(0.125))
     assert out.isfinite().all()
     assert (out.abs() > 0.9 * 65504).all()

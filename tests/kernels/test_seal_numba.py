@@ -188,20 +188,23 @@ def test_the_plainest_cpu(tmp_path: Any) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 def test_a_few_tokens_are_stored_whole_or_not_at_all(dtype: torch.dtype) -> None:
-    """Through the door, from any strides; a value that no record holds leaves the buffer as it was."""
-    for heads, tokens, dim, first in ((1, 1, 16, 0), (3, 5, 80, 7), (2, 0, 64, 3)):
+    """Through the door, from any strides, over pieces; a value that no record holds leaves them as they were."""
+    ids = torch.tensor([4, 0, 2])
+    for heads, tokens, dim, first in ((1, 1, 16, 0), (3, 5, 80, 30), (2, 0, 64, 3), (2, 90, 64, 5), (1, 1, 32, 95)):
         k, v = torch.randn(2, tokens, heads, dim).to(dtype).transpose(1, 2)
         v = torch.randn(heads, dim, tokens).to(dtype).mT
-        buffer = torch.zeros(2, heads, 12, dim, dtype=dtype)
-        ops.store_tokens(k, v, buffer, first)
-        want = torch.zeros_like(buffer)
-        want[0, :, first : first + tokens], want[1, :, first : first + tokens] = k, v
-        assert torch.equal(buffer, want)
+        pieces = torch.zeros(6, 2, heads, 32, dim, dtype=dtype)
+        ops.store_tokens(k, v, pieces, ids, first)
+        want = torch.zeros_like(pieces)
+        for token in range(tokens):
+            piece, slot = ids[(first + token) // 32], (first + token) % 32
+            want[piece, 0, :, slot], want[piece, 1, :, slot] = k[:, token], v[:, token]
+        assert torch.equal(pieces, want)
         if not tokens:
             continue
         for side, bad in ((0, float("nan")), (1, float("-inf"))):
             broken = [k.clone(), v.clone()]
             broken[side][-1, -1, -1] = bad
             with pytest.raises(FormatError, match=f"{'kv'[side]}: got .* at head {heads - 1}, token {tokens - 1}"):
-                ops.store_tokens(broken[0], broken[1], buffer, first)
-            assert torch.equal(buffer, want)
+                ops.store_tokens(broken[0], broken[1], pieces, ids, first)
+            assert torch.equal(pieces, want)

@@ -47,7 +47,7 @@ def into(records: torch.Tensor, ids: list[int], lengths: list[int], layout: Reco
     layer = layout.layer
     room = torch.full((2, layer.kv_heads, sum(lengths) + 7, layer.head_dim), 3.5, dtype=layer.dtype)
     none = room[:, :, :0]
-    view = KVView(layout, records, torch.tensor(ids, dtype=torch.int64), torch.tensor(lengths), none, none, none)
+    view = KVView.of(layout, records, (torch.tensor(ids, dtype=torch.int64), torch.tensor(lengths)), (none, none), none)
     ops.unseal_into(view, room[:, :, 4:-3])
     assert bool((room[:, :, :4] == 3.5).all())
     assert bool((room[:, :, -3:] == 3.5).all())

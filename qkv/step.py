@@ -1,0 +1,135 @@
+"""Step: some tokens more for some sequences, in every layer, or nothing at all.
+
+    with manager.plan(sequences, tokens) as step:      # every id that the step needs, or OutOfBlocks
+        for layer in model: out = step.attend(layer.index, q, k, v, options)
+
+The sequences are longer when the last layer is done. Before that, an error or `abort` leaves them as they were.
+"""
+
+from typing import Any
+
+import torch
+
+from qkv import ops
+from qkv.errors import ShapeError
+from qkv.layers import AXES, Layers
+from qkv.ledger import Ledger
+from qkv.sequence import Growth, Holding, Sequence
+from qkv.shapes import check
+from qkv.spec import AttendOptions
+
+
+class Step:
+    """Made by `KVManager.plan`. `tokens[i]` new tokens of `sequences[i]`; `done`: layers that have them."""
+
+    def __init__(self, ledger: Ledger, layers: Layers, sequences: list[Sequence], tokens: list[int]) -> None:
+        self.sequences, self.tokens = sequences, tokens
+        self.done: set[int] = set()
+        self.open = True
+        self._ledger, self._layers = ledger, layers
+        self._before: list[Holding] = [sequence.holding for sequence in sequences]
+        self._growths: list[Growth] = []
+        try:
+            for sequence, count in zip(sequences, tokens, strict=True):
+                copies = ledger.begin(sequence, count)
+                layers.copy_pieces(copies, ledger.pieces.capacity)
+                assert sequence.growth is not None
+                sequence.growth.done = self.done
+                self._growths.append(sequence.growth)
+        except BaseException:
+            for sequence in sequences[: len(self._growths) + 1]:
+                ledger.abort(sequence)
+            raise
+
+    def __enter__(self) -> "Step":
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self.abort()
+
+    def attend(
+        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: AttendOptions
+    ) -> torch.Tensor:
+        """Store the layer's k, v [T, H, D] and attend: q [T, H*G, D], all sequences' new tokens in a row -> as q.
+
+        Each new token sees its own sequence. One alone (a decode step) is stored first, so sees itself as it is kept;
+        of more (a chunk of a prompt), all see one another exactly. Sequences of either kind go to one call.
+        Raises ShapeError, FormatError (inf, NaN); then the step is aborted.
+        """
+        try:
+            self._check(layer)
+            total = sum(self.tokens)
+            check("T H D", {"T": total}, k=k, v=v)
+            check("T * D", {"T": total, "D": k.shape[2]}, q=q)
+            out = self._attend(layer, q, k, v, options)
+        except BaseException:
+            self.abort()
+            raise
+        self.finish(layer)
+        return out
+
+    def write(self, layer: int, row: int, k: torch.Tensor, v: torch.Tensor) -> None:
+        """Store one sequence's k, v [H, T, D] of a layer. `finish` the layer when all have theirs.
+
+        Raises ShapeError, FormatError (inf, NaN); the step stays open.
+        """
+        self._check(layer)
+        if k.shape[1] != self.tokens[row]:
+            raise ShapeError(
+                f"append: layer {layer} got {k.shape[1]} tokens, wanted {self.tokens[row]}, as the step says; append "
+                "as many, or abort the step"
+            )
+        capacity = self._ledger.blocks.capacity, self._ledger.pieces.capacity
+        self._layers.write(layer, self._before[row], self._growths[row], k, v, capacity)
+
+    def finish(self, layer: int) -> None:
+        """The layer has all its tokens. After the last layer the step is over."""
+        self._check(layer)
+        self.done.add(layer)
+        if len(self.done) == self._layers.count:
+            self.open = False
+            for sequence in self.sequences:
+                self._ledger.commit(sequence)
+
+    def abort(self) -> None:
+        """Give the step up, unless it is over: the sequences are as they were before it."""
+        if self.open:
+            self.open = False
+            for sequence in self.sequences:
+                self._ledger.abort(sequence)
+
+    def _check(self, layer: int) -> None:
+        if not self.open:
+            raise ShapeError("step: it is over, or was aborted; plan the next one")
+        if self._layers.index(layer) in self.done:
+            waiting = sorted(set(range(self._layers.count)) - self.done)
+            raise ShapeError(
+                f"append: layer {layer} has its tokens of this step already, layers {waiting} have not; append to "
+                "those, or abort the step"
+            )
+
+    def _attend(
+        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: AttendOptions
+    ) -> torch.Tensor:
+        queries, views, chunks = [], [], []
+        first = 0
+        for row, count in enumerate(self.tokens):
+            run = slice(first, first + count)
+            first += count
+            own = k[run].transpose(0, 1), v[run].transpose(0, 1)
+            queries.append(q[run].transpose(0, 1))
+            if count == 1:
+                self.write(layer, row, *own)
+            layout = self._layers.bind(layer, *own)
+            if count == 1:
+                views.append(self._layers.view(layer, layout, self._growths[row].after))
+            else:
+                for name, x in zip("kv", own, strict=True):
+                    ops.check_finite(name, x, AXES)
+                views.append(self._layers.view(layer, layout, self._before[row], own))
+                chunks.append((row, own))
+        made = ops.attend_many(queries, views, options, need_lse=False)
+        for row, own in chunks:
+            self.write(layer, row, *own)
+        outs = [out.transpose(0, 1) for out, _ in made]
+        return outs[0] if len(outs) == 1 else torch.cat(outs)
