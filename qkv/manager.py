@@ -17,7 +17,7 @@ from qkv.layers import AXES, Layers
 from qkv.ledger import Ledger, settled
 from qkv.pool import BlockPool
 from qkv.sequence import Sequence
-from qkv.spec import AttendOptions, Format, KVView, RecordLayout
+from qkv.spec import PIECE_TOKENS, AttendOptions, Format, KVView, RecordLayout
 from qkv.step import Step
 
 
@@ -224,6 +224,15 @@ class KVManager:
     def memory(self) -> Memory:
         """Bytes of all tensors held, in use or free for the next sequence."""
         return Memory(self._layers.records.nbytes, self._layers.exact.nbytes)
+
+    def held(self, sequences: list[Sequence]) -> Memory:
+        """Bytes of the blocks and pieces that these sequences hold, each counted once, a step under way included."""
+        holdings = [h for s in sequences for h in (s.holding, s.growth.after if s.growth else s.holding)]
+        blocks = len({block for holding in holdings for block in holding.block_ids})
+        pieces = len({piece for holding in holdings for piece in holding.piece_ids})
+        layouts = [layout for layout in self._layers.layouts if layout is not None]
+        token_bytes = sum(layout.layer.token_bytes for layout in layouts)
+        return Memory(blocks * sum(layout.record_bytes for layout in layouts), pieces * PIECE_TOKENS * token_bytes)
 
     def check(self) -> None:
         """Walk the whole state; AssertionError if anything disagrees."""

@@ -89,14 +89,13 @@ class DocumentQA:
         assert self.cache is not None, "read a document first"
         prompt_tokens = self.check(question)
         ids = self._question_ids(question)
-        kept = 0 if last else self.cache.memory().exact
         cache = self.cache if last else self.cache.fork()
         began = time.perf_counter()
         token = int(self._forward(ids, cache)[0, -1].argmax())
         first = time.perf_counter()
         made = self._decode(token, cache, on_text)
         seconds = time.perf_counter() - first
-        held = cache.memory().total - kept
+        held = cache.held().total
         exact = self._exact_bytes_per_token() * cache.get_seq_length()
         answer = Answer(
             question=question,

@@ -90,7 +90,7 @@ def test_reported_bytes_are_the_caches(smollm2: tuple[Any, Any]) -> None:
     run = reader(smollm2, "kivi2", max_new_tokens=4)
     answer = run.ask(QUESTION, last=True)
     assert run.cache is not None
-    assert answer.kv_bytes == run.cache.memory().total
+    assert run.cache.memory().total * 0.8 < answer.kv_bytes == run.cache.held().total <= run.cache.memory().total
     tokens = run.cache.get_seq_length()
     assert answer.kv_bytes_exact == tokens * 30 * 2 * 3 * 64 * 4
     assert answer.bits_per_value == pytest.approx(answer.kv_bytes * 8 / (tokens * 30 * 2 * 3 * 64))

@@ -99,9 +99,16 @@ class QKVCache(Cache):  # type: ignore[misc]  # transformers is untyped here
         ]
 
     def memory(self) -> Memory:
-        """Bytes held for K and V, forks included; what transformers' own layers hold counts as exact."""
+        """Bytes of all tensors kept for K and V, forks' and free ones too; transformers' own layers count as exact."""
         self._settle()
-        held = self.manager.memory()
+        return self._with_others(self.manager.memory())
+
+    def held(self) -> Memory:
+        """Bytes of the blocks and pieces that this cache's rows hold, shared ones once; others as in `memory`."""
+        self._settle()
+        return self._with_others(self.manager.held(self.rows.sequences))
+
+    def _with_others(self, held: Memory) -> Memory:
         others = [layer for layer in self.layers if not isinstance(layer, QKVLayer)]
         kept = [getattr(layer, side, None) for layer in others for side in ("keys", "values")]
         return Memory(held.records, held.exact + sum(t.untyped_storage().nbytes() for t in kept if t is not None))
