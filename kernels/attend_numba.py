@@ -29,6 +29,8 @@ from qkv.kernels.threads import share, threads_for
 from qkv.kernels.tiles_llvm import CODE_KINDS, has_vnni
 from qkv.spec import BLOCK_TOKENS, AttendOptions, KVView, RecordLayout, SideSpec
 
+Attended = tuple[torch.Tensor, torch.Tensor | None]  # out, log-sum-exp
+_RECORDS, _PIECES, _NEW, _OUT = map(calls_numba.Call._fields.index, ("records", "pieces", "new_k", "out"))
 MOST_ROWS = 128  # query rows (G * Q) of one KV head; from 170 (bfloat16) on, decoding blocks first is faster
 DTYPES = {torch.float16: 0, torch.bfloat16: 1, torch.float32: 2}
 _FEWEST_PIECES = 16  # a thread with less to do costs more to wake than it saves
@@ -67,18 +69,6 @@ def _side(prefix: str, side: SideSpec, layout: RecordLayout) -> Side:
         return Side(SCALED, *places, kind, scale.offset, 0, lanes, 1, 0 if kind else 256)
     zero, middle = layout.fields[f"{prefix}_zero"].offset, (1 << side.bits) - 1
     return Side(AFFINE, *places, 0, scale.offset, zero, side.group, scale.shape[0], middle)
-
-
-def _call(q: torch.Tensor, view: KVView, made: tuple[torch.Tensor, torch.Tensor | None]) -> tuple[int, ...]:
-    """calls_numba.Call, as plain numbers."""
-    table, new = view.table, view.new
-    ids, k, width, (side, head) = table.block_ids, new.data_ptr(), new.element_size(), new.stride()[:2]
-    return (
-        q.data_ptr(), q.shape[1], view.tokens, view.records.data_ptr(), ids.data_ptr(), table.block_lengths.data_ptr(),
-        len(ids), view.pieces.data_ptr(), table.sink_ids.data_ptr(), table.sink_tokens, table.tail_ids.data_ptr(),
-        table.tail_tokens, k, k + side * width, head * width, new.shape[2],
-        made[0].data_ptr(), 0 if made[1] is None else made[1].data_ptr(),
-    )  # fmt: skip
 
 
 class _Scratch(threading.local):
@@ -129,34 +119,107 @@ def attend(q: torch.Tensor, view: KVView, options: AttendOptions) -> tuple[torch
     return attend_many([q], [view], options)[0]
 
 
+class _Plan:
+    """How one step's calls are cut over threads: the same in every layer, for the same tables mean the same lengths.
+
+    Holds calls_numba.Call of every sequence; `aim` sets what differs from layer to layer.
+    """
+
+    def __init__(self, queries: Sequence[torch.Tensor], views: Sequence[KVView], options: AttendOptions) -> None:
+        layout, first = views[0].layout, queries[0]
+        heads, self.dim, self.dtype = layout.layer.kv_heads, first.shape[2], first.dtype
+        self.layout, self.group, self.options = layout, first.shape[0] // heads, options
+        self.tables = [view.table for view in views]  # held, so that no other table can take the identity of one
+        self.counts = [(q.shape[1], view.new.shape[2]) for q, view in zip(queries, views, strict=True)]
+        self.most_threads, self.amx = torch.get_num_threads(), amx_llvm.has_amx()
+        rules = options.precise, options.window or 0, options.causal
+        self.fixed, self._held = _fixed(layout, self.group, DTYPES[self.dtype], rules, self.amx)
+        self.calls = array("q", chain.from_iterable(map(_places, queries, views)))
+        self.at, count = self.calls.buffer_info()
+        count //= calls_numba.CALL_FIELDS
+        self.rows = self.group * max(q.shape[1] for q in queries)
+        self.threads = threads_for(heads * calls_numba.count_pieces(self.at, count), _FEWEST_PIECES)
+        self.most = count * heads + self.threads - 1
+        self._table = np.zeros(calls_numba.TASK_FIELDS * self.most + self.threads + 1, np.int64)
+        self.tasks = self._table.ctypes.data
+        self.starts = self.tasks + 8 * calls_numba.TASK_FIELDS * self.most
+        self.planned = calls_numba.plan(self.at, count, heads, self.threads, self.tasks, self.starts)
+        self.size = calls_numba.scratch_bytes(self.rows, *self.fixed)
+
+    def fits(self, queries: Sequence[torch.Tensor], views: Sequence[KVView], options: AttendOptions) -> bool:
+        """Whether these calls differ from the planned ones in addresses, scale, soft-cap and sinks only."""
+        q, own = queries[0], self.options
+        return (
+            len(views) == len(self.tables)
+            and (views[0].layout is self.layout or views[0].layout == self.layout)
+            and (q.dtype, q.shape[0]) == (self.dtype, self.group * self.layout.layer.kv_heads)
+            and (
+                options is own
+                or (options.precise, options.window, options.causal) == (own.precise, own.window, own.causal)
+            )
+            and all(view.table is table for view, table in zip(views, self.tables, strict=True))
+            and all(
+                (q.shape[1], view.new.shape[2]) == n for q, view, n in zip(queries, views, self.counts, strict=True)
+            )
+            and (torch.get_num_threads(), amx_llvm.has_amx()) == (self.most_threads, self.amx)
+        )
+
+    def aim(self, queries: Sequence[torch.Tensor], views: Sequence[KVView], made: list[Attended]) -> None:
+        """The addresses of one layer."""
+        calls, at = self.calls, 0
+        for q, view, (out, lse) in zip(queries, views, made, strict=True):
+            new = view.new
+            calls[at], calls[at + _RECORDS], calls[at + _PIECES] = (
+                q.data_ptr(), view.records.data_ptr(), view.pieces.data_ptr()
+            )  # fmt: skip
+            if new.shape[2]:
+                k, width, (side, head) = new.data_ptr(), new.element_size(), new.stride()[:2]
+                calls[at + _NEW], calls[at + _NEW + 1], calls[at + _NEW + 2] = k, k + side * width, head * width
+            calls[at + _OUT], calls[at + _OUT + 1] = out.data_ptr(), 0 if lse is None else lse.data_ptr()
+            at += calls_numba.CALL_FIELDS
+
+
+def _places(q: torch.Tensor, view: KVView) -> tuple[int, ...]:
+    """calls_numba.Call, as plain numbers; `aim` fills in what is 0."""
+    table = view.table
+    ids = table.block_ids
+    return (
+        0, q.shape[1], view.tokens, 0, ids.data_ptr(), table.block_lengths.data_ptr(), len(ids), 0,
+        table.sink_ids.data_ptr(), table.sink_tokens, table.tail_ids.data_ptr(), table.tail_tokens,
+        0, 0, 0, view.new.shape[2], 0, 0,
+    )  # fmt: skip
+
+
+_plans = threading.local()
+
+
 def attend_many(
     queries: Sequence[torch.Tensor], views: Sequence[KVView], options: AttendOptions, need_lse: bool = True
-) -> list[tuple[torch.Tensor, torch.Tensor | None]]:
-    """As `attend`, for many sequences of one layer in one go: lengths and query counts may differ."""
-    layout, (query_heads, _, dim), dtype = views[0].layout, queries[0].shape, queries[0].dtype
-    heads = layout.layer.kv_heads
-    group = query_heads // heads
+) -> list[Attended]:
+    """As `attend`, for many sequences of one layer in one go: lengths and query counts may differ.
+
+    Calls one after the other over the same tables (the layers of a step) are planned once.
+    """
+    plan: _Plan | None = getattr(_plans, "last", None)
+    if plan is None or not plan.fits(queries, views, options):
+        plan = _plans.last = _Plan(queries, views, options)
     queries = [q.contiguous() for q in queries]
-    made = [(torch.empty_like(q), torch.empty(q.shape[:2]) if need_lse else None) for q in queries]
-    calls = array("q", chain.from_iterable(map(_call, queries, views, made)))
-    rules = options.precise, options.window or 0, options.causal
-    fixed, held = _fixed(layout, group, DTYPES[dtype], rules, amx_llvm.has_amx())
-    at, count, rows = calls.buffer_info()[0], len(queries), group * max(q.shape[1] for q in queries)
-    threads = threads_for(heads * calls_numba.count_pieces(at, count), _FEWEST_PIECES)
-    most, space = count * heads + threads - 1, _scratch.address
-    tasks, starts = space("tasks", 8 * calls_numba.TASK_FIELDS * most), space("starts", 8 * (threads + 1))
-    state, out = space("state", 8 * rows * most), space("out", 4 * rows * dim * most)
-    planned = calls_numba.plan(at, count, heads, threads, tasks, starts)
-    size = calls_numba.scratch_bytes(rows, *fixed)
+    made: list[Attended] = [(torch.empty_like(q), torch.empty(q.shape[:2]) if need_lse else None) for q in queries]
+    plan.aim(queries, views, made)
+    space, rows, fixed = _scratch.address, plan.rows, plan.fixed
+    state, out = space("state", 8 * rows * plan.most), space("out", 4 * rows * plan.dim * plan.most)
     numbers = float(options.scale), float(options.softcap or 0)
+    if plan.threads == 1:
+        own = space("work", plan.size)
+        calls_numba.run(plan.at, plan.tasks, plan.starts, rows, *fixed, *numbers, state, out, own)
+    else:
 
-    def run(thread: int) -> None:
-        own = _scratch.address("work", size)  # of the thread that runs this
-        calls_numba.run(at, tasks, starts + 8 * thread, rows, *fixed, *numbers, state, out, own)
+        def run(thread: int) -> None:
+            own = _scratch.address("work", plan.size)  # of the thread that runs this
+            calls_numba.run(plan.at, plan.tasks, plan.starts + 8 * thread, rows, *fixed, *numbers, state, out, own)
 
-    share(run, threads)
+        share(run, plan.threads)
     sinks = None if options.sinks is None else options.sinks.detach().float().contiguous()
     logits = 0 if sinks is None else sinks.data_ptr()
-    calls_numba.merge(at, tasks, planned, rows, fixed[0], logits, state, out)
-    del held, calls  # until here: the compiled code has their addresses
+    calls_numba.merge(plan.at, plan.tasks, plan.planned, rows, fixed[0], logits, state, out)
     return made

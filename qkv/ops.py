@@ -236,8 +236,9 @@ def attend_many(
 
 def _check_query(q: torch.Tensor, view: KVView, options: AttendOptions) -> None:
     layer = view.layout.layer
-    check("* Q D", {"D": layer.head_dim}, q=q)
-    check_like("q", q, layer.dtype, layer.device)
+    if q.dim() != 3 or q.shape[2] != layer.head_dim or q.dtype != layer.dtype or q.device != layer.device:
+        check("* Q D", {"D": layer.head_dim}, q=q)
+        check_like("q", q, layer.dtype, layer.device)
     if q.shape[0] % layer.kv_heads:
         raise ShapeError(f"q: got {q.shape[0]} query heads, wanted a multiple of the {layer.kv_heads} KV heads")
     if (options.causal or options.window is not None) and q.shape[1] > view.tokens:

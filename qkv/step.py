@@ -59,8 +59,9 @@ class Step:
         try:
             self._check(layer)
             total = sum(self.tokens)
-            check("T H D", {"T": total}, k=k, v=v)
-            check("T * D", {"T": total, "D": k.shape[2]}, q=q)
+            if not q.dim() == k.dim() == v.dim() == 3 or not len(q) == len(k) == len(v) == total:
+                check("T H D", {"T": total}, k=k, v=v)
+                check("T * D", {"T": total, "D": k.shape[2]}, q=q)
             out = self._attend(layer, q, k, v, options)
         except BaseException:
             self.abort()
@@ -116,20 +117,22 @@ class Step:
         for row, count in enumerate(self.tokens):
             run = slice(first, first + count)
             first += count
-            own = k[run].transpose(0, 1), v[run].transpose(0, 1)
-            queries.append(q[run].transpose(0, 1))
+            whole = len(self.tokens) == 1
+            own_q, own_k, own_v = ((x if whole else x[run]).transpose(0, 1) for x in (q, k, v))
+            queries.append(own_q)
             if count == 1:
-                self.write(layer, row, *own)
-            layout = self._layers.bind(layer, *own)
-            if count == 1:
+                self.write(layer, row, own_k, own_v)
+                layout = self._layers.layouts[layer]
+                assert layout is not None
                 views.append(self._layers.view(layer, layout, self._growths[row].after))
             else:
-                for name, x in zip("kv", own, strict=True):
+                layout = self._layers.bind(layer, own_k, own_v)
+                for name, x in (("k", own_k), ("v", own_v)):
                     ops.check_finite(name, x, AXES)
-                views.append(self._layers.view(layer, layout, self._before[row], own))
-                chunks.append((row, own))
+                views.append(self._layers.view(layer, layout, self._before[row], (own_k, own_v)))
+                chunks.append((row, own_k, own_v))
         made = ops.attend_many(queries, views, options, need_lse=False)
-        for row, own in chunks:
-            self.write(layer, row, *own)
+        for row, own_k, own_v in chunks:
+            self.write(layer, row, own_k, own_v)
         outs = [out.transpose(0, 1) for out, _ in made]
         return outs[0] if len(outs) == 1 else torch.cat(outs)
