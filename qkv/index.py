@@ -51,9 +51,11 @@ class PrefixIndex:
         self._start_of: dict[int, bytes] = {}
         self._tiers: dict[int, str] = {}  # where it is not the device
         self._ghosts: dict[bytes, None] = {}
+        self.watched: set[bytes] = set()  # names of blocks and starts whose end is to be told, in `gone`
+        self.gone: list[bytes] = []
 
-    def find(self, prefix: Prefix) -> tuple[list[int], bool]:
-        """The longest run of blocks that `prefix` may use, and whether an equal key of other content ended it."""
+    def find(self, prefix: Prefix, most: int | None = None) -> tuple[list[int], bool]:
+        """The longest run of blocks that `prefix` may use, at most `most`; whether an equal key of another ended it."""
         start = self.starts.get(prefix.start) if prefix.start is not None else None
         if start is None:
             return [], False
@@ -61,7 +63,8 @@ class PrefixIndex:
             return [], True
         blocks: list[int] = []
         up = NONE
-        for key, content in islice(zip(prefix.keys, prefix.contents, strict=True), prefix.usable):
+        usable = prefix.usable if most is None else min(most, prefix.usable)
+        for key, content in islice(zip(prefix.keys, prefix.contents, strict=True), usable):
             block = self.by_key.get(key)
             if block is None:
                 break
@@ -147,8 +150,10 @@ class PrefixIndex:
         del self.by_key[key], self.keys[block], self._contents[block], self._start_of[block]
         self._tiers.pop(block, None)
         self._free.append(block)
+        self._end(key)
         if not start.children:
             del self.starts[start.key]
+            self._end(start.key)
         root = start.namespace.root
         self.published[root] -= 1
         if not self.published[root]:
@@ -160,6 +165,11 @@ class PrefixIndex:
             del self._ghosts[next(iter(self._ghosts))]
         self.counts["evictions"] += 1
         return True
+
+    def _end(self, name: bytes) -> None:
+        if name in self.watched:
+            self.watched.discard(name)
+            self.gone.append(name)
 
     def snapshot(self) -> list[Event]:
         """Every block as a stored event with the number of the next one, each behind its parent."""

@@ -4,6 +4,8 @@ Everything is worked out and allocated before a step writes its first byte, so a
 nothing, and a step that is given up leaves the sequence as it was.
 """
 
+from collections import Counter
+
 from qkv.errors import ShapeError
 from qkv.pool import BlockPool
 from qkv.sequence import PIECES_A_BLOCK, Counts, Growth, Holding, Sequence, pieces_for
@@ -107,10 +109,9 @@ class Ledger:
         self.pieces.release(list(sequence.holding.piece_ids))
         sequence.holding = Holding()
 
-    def check(self, sequences: list[Sequence]) -> None:
-        """Walk the whole state; AssertionError if anything disagrees."""
-        blocks: dict[int, int] = {}
-        pieces: dict[int, int] = {}
+    def check(self, sequences: list[Sequence], kept: tuple[list[int], list[int]]) -> None:
+        """Walk the whole state; AssertionError if anything disagrees. kept: blocks and pieces held by others."""
+        blocks, pieces = (dict(Counter(ids)) for ids in kept)
         for sequence in sequences:
             growth = sequence.growth
             for holding in (sequence.holding, *([growth.after] if growth else [])):

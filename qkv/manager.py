@@ -11,13 +11,16 @@ from typing import Any
 import torch
 
 from qkv import ops
-from qkv.errors import SequenceClosed, ShapeError
+from qkv.errors import InputError, SequenceClosed, ShapeError
 from qkv.formats import get_format
 from qkv.layers import AXES, Layers
 from qkv.ledger import Ledger, settled
 from qkv.pool import BlockPool
+from qkv.prefix import Namespace, Prefix
+from qkv.reports import Match
 from qkv.sequence import Sequence
-from qkv.spec import PIECE_TOKENS, AttendOptions, Format, KVView, RecordLayout
+from qkv.sharing import Sharing
+from qkv.spec import BLOCK_TOKENS, PIECE_TOKENS, AttendOptions, Format, KVView, RecordLayout
 from qkv.step import Step
 
 
@@ -65,16 +68,70 @@ class KVManager:
                 raise ShapeError(f"{name}: got {value!r}, wanted a whole number of at least {least}")
         self.num_layers = num_layers
         self._ledger = Ledger(BlockPool(num_blocks), BlockPool(), self.sink_tokens, self.tail_tokens)
+        self._sharing = Sharing(self._ledger)
         self._layers = Layers(num_layers, self.format)
         self._steps: dict[int, Step] = {}  # by sequence: appends that have not reached every layer
         self._sequences: dict[int, Sequence] = {}
         self._ids = itertools.count()
 
-    def open(self) -> Sequence:
-        """A new, empty sequence."""
+    def open(
+        self, tokens: Any = None, namespace: Namespace | None = None, *, extra: Any = None, reuse: str = "same"
+    ) -> Sequence:
+        """A new sequence: empty, or with what earlier ones of the same namespace have computed of `tokens`.
+
+        tokens     the prompt's token ids; at least the last is left to compute, from `length(sequence)` on
+        namespace  all that decides a record's bytes besides the tokens (qkv/prefix.py)
+        extra      position -> what stands there besides the token (a picture's hash)
+        reuse      "same": go on only where a `checkpoint` was kept, and so exactly as that run did. "blocks": from the
+                   last published block on; tokens behind it are computed over records, as if the prompt came in chunks.
+        Raises InputError.
+        """
+        prefix = None
+        if namespace is not None:
+            for name, got, wanted in (
+                ("block_tokens", namespace.block_tokens, BLOCK_TOKENS),
+                ("sink_tokens", namespace.sink_tokens, self.sink_tokens),
+                ("format", namespace.format, self.format.id),
+            ):
+                if got != wanted:
+                    raise InputError(f"namespace {name}: got {got!r}, wanted {wanted!r}, this manager's")
+            given = () if tokens is None else tokens
+            prefix = Prefix(namespace, given, tail_tokens=self.tail_tokens, extra=extra)
+        elif tokens is not None:
+            raise InputError("open: got tokens without a namespace; say what else decides their K and V")
         sequence = Sequence(next(self._ids))
+        if prefix is not None:
+            self._sharing.take(sequence, prefix, reuse)
         self._sequences[sequence.id] = sequence
         return sequence
+
+    def name_tokens(self, sequence: Sequence, tokens: Any) -> None:
+        """More token ids behind those known, so that later blocks can be found too. Raises InputError."""
+        self._mine(sequence)
+        if sequence.prefix is None:
+            raise InputError(f"sequence {sequence.id} has no names: it was opened without a namespace, or cropped")
+        sequence.prefix.extend(tokens)
+        self._sharing.publish(sequence)
+
+    def checkpoint(self, sequence: Sequence) -> bool:
+        """Keep the exact tail as it stands, so that a sequence with the same tokens can go on from here.
+
+        Costs 64 to 191 exact tokens, and blocks of which an equal one was published before, until it is dropped: with
+        its blocks, for want of room, or as the one used longest ago. False where the sequence's blocks cannot be
+        found by name (qkv/sharing.py). Raises ShapeError in the middle of a step.
+        """
+        self._mine(sequence)
+        settled(sequence, "checkpoint")
+        return self._sharing.keep(sequence)
+
+    def match(self, tokens: Any, namespace: Namespace, *, extra: Any = None, reuse: str = "same") -> Match:
+        """What `open` would find: tokens by tier, tokens left, bytes, seconds. Changes nothing."""
+        return self._sharing.match(Prefix(namespace, tokens, tail_tokens=self.tail_tokens, extra=extra), reuse)
+
+    @property
+    def pool(self) -> BlockPool:
+        """Of the blocks: stats, events, pins, quotas."""
+        return self._ledger.blocks
 
     def length(self, sequence: Sequence) -> int:
         """Tokens stored in every layer; a step under way does not count."""
@@ -124,7 +181,7 @@ class KVManager:
                 raise ShapeError(f"plan: got {count} tokens, wanted at least 0")
             if sequence.growth is not None:
                 raise ShapeError(f"sequence {sequence.id} is in a step already; finish that, or abort it")
-        return Step(self._ledger, self._layers, sequences, tokens)
+        return Step(self._sharing, self._layers, sequences, tokens)
 
     def abort(self, sequence: Sequence) -> None:
         """Take back `append`s that have not reached every layer; the sequence is as it was before them."""
@@ -198,6 +255,7 @@ class KVManager:
         settled(sequence, "fork")
         twin = self.open()
         self._ledger.share(sequence, twin)
+        twin.prefix, twin.published = sequence.prefix and sequence.prefix.copy(), sequence.published
         return twin
 
     def crop(self, sequence: Sequence, length: int) -> None:
@@ -210,6 +268,12 @@ class KVManager:
         if not 0 <= length <= have:
             raise ShapeError(f"crop: got length {length}, wanted 0 to {have}, the tokens stored")
         self._ledger.crop(sequence, length)
+        lengths, prefix = sequence.holding.block_lengths, sequence.prefix
+        sequence.published = min(sequence.published, len(lengths))
+        if prefix is not None and prefix.length > length:
+            prefix.crop(length)
+        if lengths and lengths[-1] < BLOCK_TOKENS:
+            sequence.prefix = None  # later blocks begin at other positions than names say
 
     def close(self, sequence: Sequence) -> None:
         """Give back the sequence's blocks and pieces; any later use of it raises SequenceClosed."""
@@ -238,7 +302,8 @@ class KVManager:
         """Walk the whole state; AssertionError if anything disagrees."""
         sequences = list(self._sequences.values())
         assert not any(sequence.closed for sequence in sequences)
-        self._ledger.check(sequences)
+        self._sharing.check()
+        self._ledger.check(sequences, self._sharing.held())
         for layer in range(self.num_layers):
             for tier, blocks in ((self._layers.records, True), (self._layers.exact, False)):
                 rows = tier.records(layer)

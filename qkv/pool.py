@@ -144,10 +144,14 @@ class BlockPool:
                     raise WrongBlock("publish", block_id, "published under another name", "a block without a name")
             return self._index.add(prefix, first, ids, seconds) if ids else 0
 
-    def acquire(self, prefix: Prefix) -> list[int]:
-        """The longest run of published blocks that `prefix` may use, from its first, each held once more. Counted."""
+    def acquire(self, prefix: Prefix, most: int | None = None) -> list[int]:
+        """The longest run of published blocks that `prefix` may use, from its first, each held once more. Counted.
+
+        most: take no more than so many of them.
+        """
         with self._lock:
             ids, refused = self._index.find(prefix)
+            ids = ids[:most]
             for block_id in ids:
                 if not self._references[block_id]:
                     self._index.order.tie(block_id)
@@ -156,10 +160,10 @@ class BlockPool:
             self._index.count_lookup(prefix, ids, refused)
         return ids
 
-    def match(self, prefix: Prefix) -> Match:
+    def match(self, prefix: Prefix, most: int | None = None) -> Match:
         """What `acquire` would find. Changes nothing, not even recency or counts."""
         with self._lock:
-            ids, _ = self._index.find(prefix)
+            ids, _ = self._index.find(prefix, most)
             found = self._index.hit_tokens(prefix, ids)
             seconds = sum(self._index.order.seconds[block_id] for block_id in ids)
             a_block = self._index.seconds_a_block
@@ -172,6 +176,25 @@ class BlockPool:
         with self._lock:
             found = self._index.starts.get(start)
             return found.children if found else 0
+
+    def named(self, prefix: Prefix, count: int) -> list[int]:
+        """The published blocks among the first `count` of `prefix`, up to the first that is not. Changes nothing."""
+        with self._lock:
+            return self._index.find(prefix, count)[0]
+
+    def watch(self, name: bytes) -> None:
+        """Have the end of a published block, or of a start, told by `gone`. Nothing happens if it is not there."""
+        with self._lock:
+            if name in self._index.by_key or name in self._index.starts:
+                self._index.watched.add(name)
+
+    def gone(self) -> list[bytes]:
+        """Watched names that have ended since the last call."""
+        if not self._index.gone:
+            return []
+        with self._lock:
+            names, self._index.gone = self._index.gone, []
+        return names
 
     # ---- pressure ----
 

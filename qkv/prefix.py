@@ -165,6 +165,12 @@ class Prefix:
             self._rest, self.start, self.sink = self.sink[: sink * TOKEN_BYTES], None, b""
         self._rest = self._rest[: len(self._rest) - (self.length - length) * TOKEN_BYTES]
 
+    def tail(self, blocks: int, tokens: int) -> bytes:
+        """What stands behind the first `blocks` blocks, for `tokens` tokens: their ids, and what else stands there."""
+        size = self.namespace.block_tokens * TOKEN_BYTES
+        ids = b"".join([*(content[:size] for content in self.contents[blocks:]), self._rest])[: tokens * TOKEN_BYTES]
+        return self._content(ids, self.namespace.sink_tokens + blocks * self.namespace.block_tokens, tokens)
+
     def copy(self) -> "Prefix":
         """An independent prefix with the same tokens; shares the names' bytes."""
         twin = Prefix(self.namespace, tail_tokens=self.tail_tokens, extra=self.extra)

@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import torch
 
+from qkv.prefix import Prefix
 from qkv.spec import BLOCK_TOKENS, PIECE_TOKENS, Table
 
 PIECES_A_BLOCK = BLOCK_TOKENS // PIECE_TOKENS
@@ -92,6 +93,9 @@ class Sequence:
     holding: Holding = field(default_factory=Holding)
     growth: Growth | None = None
     closed: bool = False
+    prefix: Prefix | None = None  # names of its blocks; None: it shares nothing by name
+    published: int = 0  # blocks that have been offered under their names
+    seconds: float = 0.0  # that steps have taken since
 
     @property
     def block_ids(self) -> tuple[int, ...]:

@@ -6,33 +6,35 @@
 The sequences are longer when the last layer is done. Before that, an error or `abort` leaves them as they were.
 """
 
+from time import perf_counter
 from typing import Any
 
 import torch
 
 from qkv import ops
-from qkv.errors import ShapeError
+from qkv.errors import OutOfBlocks, ShapeError
 from qkv.layers import AXES, Layers
-from qkv.ledger import Ledger
+from qkv.ledger import Copies
 from qkv.sequence import Growth, Holding, Sequence
 from qkv.shapes import check
+from qkv.sharing import Sharing
 from qkv.spec import AttendOptions
 
 
 class Step:
     """Made by `KVManager.plan`. `tokens[i]` new tokens of `sequences[i]`; `done`: layers that have them."""
 
-    def __init__(self, ledger: Ledger, layers: Layers, sequences: list[Sequence], tokens: list[int]) -> None:
+    def __init__(self, sharing: Sharing, layers: Layers, sequences: list[Sequence], tokens: list[int]) -> None:
+        ledger = sharing.ledger
         self.sequences, self.tokens = sequences, tokens
         self.done: set[int] = set()
         self.open = True
-        self._ledger, self._layers = ledger, layers
+        self._ledger, self._layers, self._sharing, self._began = ledger, layers, sharing, perf_counter()
         self._before: list[Holding] = [sequence.holding for sequence in sequences]
         self._growths: list[Growth] = []
         try:
             for sequence, count in zip(sequences, tokens, strict=True):
-                copies = ledger.begin(sequence, count)
-                layers.copy_pieces(copies, ledger.pieces.capacity)
+                layers.copy_pieces(self._begin(sequence, count), ledger.pieces.capacity)
                 assert sequence.growth is not None
                 sequence.growth.done = self.done
                 self._growths.append(sequence.growth)
@@ -89,8 +91,11 @@ class Step:
         self.done.add(layer)
         if len(self.done) == self._layers.count:
             self.open = False
-            for sequence in self.sequences:
+            each = (perf_counter() - self._began) / max(1, sum(self.tokens))
+            for sequence, count in zip(self.sequences, self.tokens, strict=True):
                 self._ledger.commit(sequence)
+                sequence.seconds += each * count
+                self._sharing.publish(sequence)
 
     def abort(self) -> None:
         """Give the step up, unless it is over: the sequences are as they were before it."""
@@ -98,6 +103,15 @@ class Step:
             self.open = False
             for sequence in self.sequences:
                 self._ledger.abort(sequence)
+
+    def _begin(self, sequence: Sequence, tokens: int) -> Copies:
+        """Checkpoints make room before a step is refused."""
+        while True:
+            try:
+                return self._ledger.begin(sequence, tokens)
+            except OutOfBlocks:
+                if not self._sharing.forget():
+                    raise
 
     def _check(self, layer: int) -> None:
         if not self.open:

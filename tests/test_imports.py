@@ -29,6 +29,7 @@ RANKS = {
     "backends": 50,
     "manager": 40,
     "step": 38,
+    "sharing": 37,
     "layers": 36,
     "ledger": 35,
     "pool": 30,
