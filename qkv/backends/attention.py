@@ -129,9 +129,8 @@ def _over_records(
     if k.shape[2] != query.shape[2]:
         raise ShapeError(f"attention: got {query.shape[2]} queries for {k.shape[2]} new keys; wanted the same count")
     new = layer.rows.step_mask(layer.index, mask, k.shape[2])
-    rows, manager = layer.rows.sequences, layer.rows.manager
     if new is None and k.shape[2] == 1:
-        step = layer.rows.planned(None, 1)
+        step = layer.rows.planned(None, k, v)
         try:
             out = step.attend(layer.index, query.squeeze(2), k.squeeze(2), v.squeeze(2), options)
         except BaseException:
@@ -142,7 +141,8 @@ def _over_records(
     keep = [slice(None)] * len(k) if new is None else [tokens.to(k.device) for tokens in new]
     steps = [(k[row][:, kept], v[row][:, kept]) for row, kept in enumerate(keep)]
     queries = [query[row][:, kept] for row, kept in enumerate(keep)]
-    made = manager.attend_many(rows, layer.index, queries, options, new=steps, need_lse=False)
+    rows = [layer.rows.source(row) for row in range(len(k))]
+    made = layer.rows.manager.attend_many(rows, layer.index, queries, options, new=steps, need_lse=False)
     out = torch.zeros_like(query)
     for row, kept in enumerate(keep):
         out[row][:, kept] = made[row][0]

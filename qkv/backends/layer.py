@@ -55,15 +55,11 @@ class QKVLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is untype
         """Append the pending step; `new` bool [B, T] says which of it are tokens (None: all)."""
         assert self.pending is not None
         k, v = self.pending
-        step = self.rows.planned(new, k.shape[2])
         try:
-            for row in range(len(self.rows.sequences)):
-                keep = slice(None) if new is None else new[row].to(k.device)
-                step.write(self.index, row, k[row][:, keep], v[row][:, keep])
+            self.rows.write(self.index, new, k, v)
         except BaseException:
             self.drop()
             raise
-        step.finish(self.index)
         self.committed(new)
 
     def drop(self) -> None:

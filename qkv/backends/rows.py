@@ -27,6 +27,9 @@ class Rows:
         self.widths = [0] * manager.num_layers
         self.waiting: dict[int, int] = {}  # layer -> positions that its update has taken and no attention has committed
         self.step: Step | None = None  # under way: some layers have its tokens, others have not
+        self.leaders: list[
+            int
+        ] = []  # of the step under way: who stores a row's tokens, it or an equal row
         self.valid: torch.Tensor | None = None  # bool [B, max(widths)] on the CPU; None: no padding anywhere
 
     def open(self, count: int) -> None:
@@ -55,6 +58,7 @@ class Rows:
                 held.drop()
         if self.step is not None and self.step.open and (max(self.widths) > start or not self.step.done):
             self.step.abort()
+            self.leaders = []
             self.widths = [min(width, start) for width in self.widths]
             if self.valid is not None:
                 self.valid = self.valid[:, :start]
@@ -96,12 +100,55 @@ class Rows:
         new = mask[:, width:]
         return None if bool(new.all()) else new
 
-    def planned(self, new: torch.Tensor | None, tokens: int) -> Step:
-        """The step under way, or one that begins: `tokens` of every row, or as many as `new` bool [B, tokens] says."""
+    def planned(self, new: torch.Tensor | None, k: torch.Tensor, v: torch.Tensor) -> Step:
+        """The step under way, or one that begins with k, v [B, H, T, D] of its first layer; `new` bool [B, T]: tokens.
+
+        Rows that hold the same and get the same (`generate` repeats a prompt for every beam and every sample before it
+        is read) are stored once: the step has only the first of them.
+        """
         if self.step is None or not self.step.open:
-            counts = [tokens] * len(self.sequences) if new is None else new.sum(1).tolist()
-            self.step = self.manager.plan(self.sequences, counts)
+            self.leaders = self._equals(new, k, v)
+            own = [row for row, leader in enumerate(self.leaders) if row == leader]
+            counts = [k.shape[2] if new is None else int(new[row].sum()) for row in own]
+            self.step = self.manager.plan([self.sequences[row] for row in own], counts)
         return self.step
+
+    def write(self, layer: int, new: torch.Tensor | None, k: torch.Tensor, v: torch.Tensor) -> None:
+        """One layer's part of the step: k, v [B, H, T, D], of which `new` bool [B, T] says what are tokens."""
+        step = self.planned(new, k, v)
+        own = [row for row, leader in enumerate(self.leaders) if row == leader]
+        for place, row in enumerate(own):
+            keep = slice(None) if new is None else new[row].to(k.device)
+            step.write(layer, place, k[row][:, keep], v[row][:, keep])
+        step.finish(layer)
+        if not step.open and len(own) < len(self.leaders):
+            for row, leader in enumerate(self.leaders):
+                if row != leader:
+                    self.manager.close(self.sequences[row])
+                    self.sequences[row] = self.manager.fork(self.sequences[leader])
+
+    def source(self, row: int) -> Sequence:
+        """The sequence that has a row's tokens, in the middle of a step too."""
+        following = self.step is not None and self.step.open and self.leaders
+        return self.sequences[self.leaders[row] if following else row]
+
+    def _equals(self, new: torch.Tensor | None, k: torch.Tensor, v: torch.Tensor) -> list[int]:
+        """For each row the first that holds and gets the same. Single tokens are not compared: beams part there."""
+        leaders: list[int] = []
+        for row, sequence in enumerate(self.sequences):
+            found = row
+            for leader in sorted(set(leaders)) if k.shape[2] > 1 else ():
+                other = self.sequences[leader]
+                if (
+                    (other.holding is sequence.holding or not other.holding.tokens + sequence.holding.tokens)
+                    and (new is None or torch.equal(new[row], new[leader]))
+                    and torch.equal(k[row], k[leader])
+                    and torch.equal(v[row], v[leader])
+                ):
+                    found = leader
+                    break
+            leaders.append(found)
+        return leaders
 
     def advance(self, layer: int, new: torch.Tensor | None, tokens: int) -> None:
         """Record that a layer has stored `tokens` more padded positions, valid where `new` bool [B, tokens] says."""
@@ -163,13 +210,13 @@ class Rows:
         for sequence in self.sequences:
             self.manager.close(sequence)
         self.sequences, self.widths, self.valid = [], [0] * len(self.widths), None
-        self.waiting, self.step = {}, None
+        self.waiting, self.step, self.leaders = {}, None, []
 
     def dense(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Dequantised k, v [B, H, width, D] as transformers pads them, zeros where padding was. Allocates it all."""
         rows = []
-        for row, sequence in enumerate(self.sequences):
-            pair = torch.stack(self.manager.gather(sequence, layer))
+        for row in range(len(self.sequences)):
+            pair = torch.stack(self.manager.gather(self.source(row), layer))
             if self.valid is not None:
                 width = self.widths[layer]
                 padded = pair.new_zeros(*pair.shape[:2], width, pair.shape[3])

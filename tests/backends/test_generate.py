@@ -91,6 +91,37 @@ def test_beams_share_records(model: Any, call: Any, ids: torch.Tensor) -> None:
     cache.manager.check()
 
 
+@pytest.mark.parametrize("attention", ["qkv", "eager"])
+@pytest.mark.parametrize("chunk", [None, 150])
+def test_equal_rows_are_stored_once(
+    attention: str, chunk: int | None, tiny: Any, generate: Any, call: Any, ids: torch.Tensor
+) -> None:
+    """`generate` repeats a prompt for each beam and sample before it is read; other rows stay by themselves."""
+    model = tiny("llama")
+    if attention == "qkv":
+        enable(model)
+    else:
+        warnings.filterwarnings("ignore", message="qkv: an attention other than qkv's")
+    other = ids.flip(1)
+    batch, alone, both = torch.cat([ids, other, ids, ids]), *(QKVCache(model.config, "kivi4") for _ in range(2))
+    for first in range(0, 400, chunk or 400):
+        part = slice(first, first + (chunk or 400))
+        call(model, ids[:, part], alone)
+        call(model, batch[:, part], both)
+    assert both.held().records == 2 * alone.held().records > 0
+    assert both.memory().total <= 2.3 * alone.memory().total
+    both.manager.check()
+    tokens = torch.tensor([[5], [6], [7], [5]])
+    got = call(model, tokens, both).logits
+    want = [call(model, token[None], cache).logits for token, cache in ((tokens[0], alone.fork()), (tokens[2], alone))]
+    for row, expected in ((0, want[0]), (3, want[0]), (2, want[1])):
+        torch.testing.assert_close(got[row], expected[0])
+    both.manager.check()
+    samples = QKVCache(model.config, "kivi4")
+    generate(model, ids, samples, num_return_sequences=3, do_sample=True)
+    assert len({sequence.block_ids[0] for sequence in samples.rows.sequences}) == 1
+
+
 @pytest.mark.parametrize("family", ["llama", "mistral"])
 def test_prompt_lookup_decoding_crops(family: str, tiny: Any, generate: Any) -> None:
     model = tiny(family)
