@@ -27,9 +27,7 @@ class Rows:
         self.widths = [0] * manager.num_layers
         self.waiting: dict[int, int] = {}  # layer -> positions that its update has taken and no attention has committed
         self.step: Step | None = None  # under way: some layers have its tokens, others have not
-        self.leaders: list[
-            int
-        ] = []  # of the step under way: who stores a row's tokens, it or an equal row
+        self.leaders: list[int] = []  # of the step under way: who stores a row's tokens, it or an equal row
         self.valid: torch.Tensor | None = None  # bool [B, max(widths)] on the CPU; None: no padding anywhere
 
     def open(self, count: int) -> None:
