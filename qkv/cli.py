@@ -17,6 +17,7 @@ from rich.table import Table
 
 from qkv import documents, models
 from qkv.bench.commands import app as bench_app
+from qkv.budget import parse_bytes
 from qkv.errors import InputError, QkvError
 from qkv.formats import get_format, list_formats
 from qkv.spec import Format, LayerSpec, RecordLayout
@@ -117,7 +118,7 @@ def doctor(
     """Show what serves each op here and why; with --model, what its KV cache costs."""
     from qkv import doctor as checks
 
-    limit = checks.parse_bytes(budget)
+    limit = parse_bytes(budget)
     table = Table("this installation", "")
     for name, value in checks.environment().items():
         table.add_row(name, value)

@@ -9,7 +9,6 @@ import torch
 
 from qkv import ops
 from qkv.backends.transformers import QKVCache, cache_argument, enable
-from qkv.errors import InputError
 from qkv.formats import list_formats
 from qkv.spec import BLOCK_TOKENS, RecordLayout
 
@@ -18,7 +17,6 @@ PROBE_TEXT = (
     "built of grey stone in 1809 by Elias Thorne for 5,200 crowns. "
 )
 PROBE_TOKENS = 256
-_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 
 
 @dataclass(frozen=True)
@@ -67,19 +65,6 @@ def environment() -> dict[str, str]:
 def kernels() -> list[ops.Choice]:
     """Which implementation serves each op here, and why."""
     return ops.explain()
-
-
-def parse_bytes(text: str) -> int:
-    """'1.5GiB' -> bytes. Raises InputError."""
-    number = text.strip().rstrip("BbIiKkMmGgTt").strip()
-    unit = text.strip()[len(number) :].strip().upper()
-    try:
-        value = float(number)
-    except ValueError:
-        value = -1.0
-    if unit not in _UNITS or not 0 < value * _UNITS[unit] < 2**63:  # NaN fails too
-        raise InputError(f"budget: got {text!r}, wanted a positive size such as 512MiB or 4GiB")
-    return int(value * _UNITS[unit])
 
 
 def examine(model: Any, tokenizer: Any, budget: int) -> ModelReport:

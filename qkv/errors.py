@@ -39,11 +39,11 @@ class SequenceClosed(QkvError):
 class OutOfBlocks(QkvError):
     """The pool is full; every sequence is as it was before the call."""
 
-    def __init__(self, needed: int, free: int, evictable: int) -> None:
+    def __init__(self, needed: int, free: int, evictable: int, what: str = "blocks") -> None:
         self.needed, self.free, self.evictable = needed, free, evictable
         super().__init__(
-            f"out of blocks: needed {needed}, free {free}, evictable {evictable}; "
-            "close a sequence, or open the manager with a larger num_blocks"
+            f"out of {what}: needed {needed}, free {free}, evictable {evictable}; "
+            "close a sequence, or give the manager a larger num_blocks or budget"
         )
 
 

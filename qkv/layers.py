@@ -6,6 +6,7 @@ Knows where bytes go, not who holds them (qkv/ledger.py does).
 import torch
 
 from qkv import ops
+from qkv.budget import Budget
 from qkv.errors import ShapeError
 from qkv.offload.device import DeviceTier
 from qkv.sequence import Growth, Holding
@@ -19,8 +20,10 @@ AXES = ("head", "token", "channel")
 class Layers:
     """One row a block in `records`, one row a piece in `exact`, of every layer; made at a layer's first tokens."""
 
-    def __init__(self, count: int, format: Format) -> None:
-        self.count, self.format = count, format
+    def __init__(
+        self, count: int, format: Format, declared: list[LayerSpec] | None = None, budget: Budget | None = None
+    ) -> None:
+        self.count, self.format, self.declared, self.budget = count, format, declared, budget
         self.records, self.exact = DeviceTier(count), DeviceTier(count)
         self.layouts: list[RecordLayout | None] = [None] * count
         self._views: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # by layer: its pieces as bytes, and typed
@@ -39,6 +42,8 @@ class Layers:
             sizes = check("H T D", k=k, v=v)
             held = RecordLayout(self.format, LayerSpec(sizes["H"], sizes["D"], k.dtype, k.device))
             check_like("v", v, k.dtype, k.device)
+            if self.declared is not None and held.layer != self.declared[layer]:
+                raise ShapeError(f"layer {layer}: got {held.layer}, wanted {self.declared[layer]}, as was declared")
             return next((other for other in self.layouts if other == held), held)  # one object: quick to compare
         spec = held.layer
         if k.shape != v.shape or k.dim() != 3 or k.shape[::2] != (spec.kv_heads, spec.head_dim):
@@ -76,6 +81,8 @@ class Layers:
         self.layouts[layer] = layout
         spec, start = layout.layer, before.counts.tail
         table = growth.after.table(spec.device)
+        if self.budget is not None:  # at full size at once: growing would hold old and new for a moment
+            capacity = self.budget.num_blocks, self.budget.num_pieces
         self.exact.reserve(layer, capacity[1], PIECE_TOKENS * spec.token_bytes, spec.device)
         pieces = self._pieces(layer, layout)
         if growth.to_sink or growth.to_seal:  # rarely in decoding

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from qkv import ops
+from qkv.budget import Admission, Budget
 from qkv.errors import InputError, SequenceClosed, ShapeError
 from qkv.formats import get_format
 from qkv.layers import AXES, Layers
@@ -18,9 +19,9 @@ from qkv.ledger import Ledger, settled
 from qkv.pool import BlockPool
 from qkv.prefix import Namespace, Prefix
 from qkv.reports import Match
-from qkv.sequence import Sequence
+from qkv.sequence import Holding, Sequence, pieces_for
 from qkv.sharing import Sharing
-from qkv.spec import BLOCK_TOKENS, PIECE_TOKENS, AttendOptions, Format, KVView, RecordLayout
+from qkv.spec import BLOCK_TOKENS, PIECE_TOKENS, AttendOptions, Format, KVView, LayerSpec, RecordLayout
 from qkv.step import Step
 
 
@@ -42,6 +43,8 @@ class KVManager:
     format       a name, `K/V`, or a Format; what is not exact is sealed in blocks of 128 tokens
     sink_tokens, tail_tokens  first and newest tokens kept exact; None: the format's default
     num_blocks   most blocks ever held; None: grows
+    budget       bytes (or "1.5GiB") that `memory()` never passes: blocks, and the exact tokens of `max_sequences` at a
+                 time. Needs `layers`, each layer's geometry; the tensors are made at full size at their first use.
     A layer's heads, head_dim, dtype and device are fixed by its first append. Not thread-safe.
     Raises FormatError, ShapeError.
     """
@@ -54,6 +57,9 @@ class KVManager:
         sink_tokens: int | None = None,
         tail_tokens: int | None = None,
         num_blocks: int | None = None,
+        budget: str | int | None = None,
+        layers: list[LayerSpec] | None = None,
+        max_sequences: int = 8,
     ) -> None:
         self.format = get_format(format)
         self.sink_tokens = self.format.sink_tokens if sink_tokens is None else sink_tokens
@@ -63,13 +69,25 @@ class KVManager:
             ("sink_tokens", self.sink_tokens, 0),
             ("tail_tokens", self.tail_tokens, 0),
             ("num_blocks", 1 if num_blocks is None else num_blocks, 1),
+            ("max_sequences", max_sequences, 1),
         ):
             if not isinstance(value, int) or value < least:
                 raise ShapeError(f"{name}: got {value!r}, wanted a whole number of at least {least}")
         self.num_layers = num_layers
-        self._ledger = Ledger(BlockPool(num_blocks), BlockPool(), self.sink_tokens, self.tail_tokens)
+        self.budget: Budget | None = None
+        if budget is not None:
+            if num_blocks is not None or layers is None or len(layers) != num_layers:
+                raise ShapeError(
+                    f"budget: got num_blocks {num_blocks} and {len(layers or [])} layers, wanted no num_blocks and the "
+                    f"geometry of all {num_layers} layers"
+                )
+            window = self.sink_tokens, self.tail_tokens
+            self.budget = Budget.split(budget, self.format, layers, window, max_sequences)
+            num_blocks = self.budget.num_blocks
+        pieces = BlockPool(None if self.budget is None else self.budget.num_pieces, what="exact pieces")
+        self._ledger = Ledger(BlockPool(num_blocks), pieces, self.sink_tokens, self.tail_tokens)
         self._sharing = Sharing(self._ledger)
-        self._layers = Layers(num_layers, self.format)
+        self._layers = Layers(num_layers, self.format, layers, self.budget)
         self._steps: dict[int, Step] = {}  # by sequence: appends that have not reached every layer
         self._sequences: dict[int, Sequence] = {}
         self._ids = itertools.count()
@@ -164,6 +182,15 @@ class KVManager:
                 step.abort()
             if not step.open:
                 del self._steps[sequence.id]
+
+    def admission(self, lengths: list[int]) -> Admission:
+        """Whether new sequences of these lengths (prompt and answer) would fit beside what is held now."""
+        blocks = pieces = 0
+        for length in lengths:
+            after, _, sealed = self._ledger.counts_after(Holding(), length)
+            blocks += sealed
+            pieces += pieces_for(after.sink) + pieces_for(after.tail)
+        return Admission(blocks, self._ledger.blocks.available, pieces, self._ledger.pieces.available)
 
     def plan(self, sequences: list[Sequence], tokens: list[int]) -> Step:
         """A step of `tokens[i]` more for `sequences[i]`, with all blocks and pieces it needs, for all layers at once.
@@ -308,7 +335,8 @@ class KVManager:
             for tier, blocks in ((self._layers.records, True), (self._layers.exact, False)):
                 rows = tier.records(layer)
                 have = 0 if rows is None else rows.shape[0]
-                assert have <= (self._ledger.blocks if blocks else self._ledger.pieces).capacity
+                pool = self._ledger.blocks if blocks else self._ledger.pieces
+                assert have <= max(pool.capacity, pool.limit or 0)
                 for sequence in sequences:
                     holding = sequence.layer_holding(layer)
                     ids = holding.block_ids if blocks else holding.piece_ids

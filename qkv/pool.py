@@ -28,16 +28,18 @@ class BlockPool:
 
     limit        most ids; None: grows on demand and never evicts on its own
     quota        most published blocks of one namespace, held or not; None: no bound. See `set_quota`
-    events       how many events are kept for readers
+    events       how many events are kept for readers; what: what the ids stand for, for errors
     block_bytes  bytes of one block in all layers, for `match`; set it when they are known
     Raises ShapeError.
     """
 
-    def __init__(self, limit: int | None = None, *, quota: int | None = None, events: int = EVENTS) -> None:
+    def __init__(
+        self, limit: int | None = None, *, quota: int | None = None, events: int = EVENTS, what: str = "blocks"
+    ) -> None:
         for name, value in (("limit", limit), ("quota", quota), ("events", events)):
             if value is not None and value < 0:
                 raise ShapeError(f"{name}: got {value}, wanted at least 0")
-        self.limit = limit
+        self.limit, self.what = limit, what
         self.capacity = 0
         self.block_bytes = 0
         self._lock = Lock()
@@ -78,7 +80,7 @@ class BlockPool:
                 room = None if self.limit is None else self.limit - self.capacity
                 evictable = self._index.order.evictable
                 if room is not None and missing > room + evictable:
-                    raise OutOfBlocks(count, len(self._free) + room, evictable)
+                    raise OutOfBlocks(count, len(self._free) + room, evictable, self.what)
                 # A prompt's blocks are counted exactly. Token by token, a little slack saves copying on every block.
                 slack = max(missing, 2, self.capacity // 32) if count == 1 else missing
                 self._grow(slack if room is None else min(slack, room))

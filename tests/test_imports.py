@@ -32,6 +32,7 @@ RANKS = {
     "sharing": 37,
     "layers": 36,
     "ledger": 35,
+    "budget": 34,
     "pool": 30,
     "sequence": 30,
     "index": 29,

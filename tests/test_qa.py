@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from qkv import KVManager, models
-from qkv.doctor import _cost, examine, parse_bytes
+from qkv.budget import parse_bytes
+from qkv.doctor import _cost, examine
 from qkv.errors import InputError, ModelNotFound
 from qkv.formats import get_format
 from qkv.qa import DocumentQA, divergence

@@ -7,11 +7,12 @@ import pytest
 import torch
 
 from qkv import AttendOptions, KVManager, Sequence, ops
-from qkv.errors import FormatError, OutOfBlocks, ShapeError
+from qkv.errors import FormatError, InputError, OutOfBlocks, ShapeError
 from qkv.layers import Layers
 from qkv.ledger import Ledger
 from qkv.offload.device import DeviceTier
 from qkv.pool import BlockPool
+from qkv.spec import LayerSpec
 from qkv.step import Step
 
 OPTIONS = AttendOptions(0.25)
@@ -208,3 +209,33 @@ def test_appends_of_one_step_must_agree() -> None:
     for layer in range(LAYERS):
         manager.append(one, layer, *torch.randn(2, HEADS, 5, DIM))
     assert manager.length(one) == 305
+
+
+def test_a_budget_is_never_passed() -> None:
+    layers = [LayerSpec(HEADS, DIM, torch.float32)] * LAYERS
+    manager = KVManager(LAYERS, "kivi4", budget="600KiB", layers=layers, max_sequences=2)
+    sequences, refused = [], 0
+    for length in (40, 700, 300, 2000, 100):
+        admission = manager.admission([length])
+        sequence = manager.open()
+        try:
+            for layer in range(LAYERS):
+                manager.append(sequence, layer, *torch.randn(2, HEADS, length, DIM))
+        except OutOfBlocks:
+            refused += 1
+            assert not admission.fits
+        else:
+            assert admission.fits
+            sequences.append(sequence)
+        assert manager.memory().total <= 600 * 1024
+        manager.check()
+    assert refused > 0 < len(sequences)
+    with pytest.raises(ShapeError, match="as was declared"):
+        KVManager(1, budget="1MiB", layers=layers[:1]).append(sequences[0], 0, *torch.randn(2, 1, 4, DIM))
+    for budget in ("-1GiB", "0", "lots", -5, 0, True, 2**70):
+        with pytest.raises(InputError, match="budget: got"):
+            KVManager(LAYERS, budget=budget, layers=layers)
+    with pytest.raises(ShapeError, match="got 1000 bytes, wanted at least"):
+        KVManager(LAYERS, budget=1000, layers=layers)
+    with pytest.raises(ShapeError, match="the geometry of all 3 layers"):
+        KVManager(LAYERS, budget="1GiB")
