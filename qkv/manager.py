@@ -43,13 +43,16 @@ class KVManager:
     format       a name, `K/V`, or a Format; what is not exact is sealed in blocks of 128 tokens
     sink_tokens, tail_tokens  first and newest tokens kept exact; None: the format's default
     num_blocks   most blocks ever held; None: grows
+    window       no query ever sees further back (every layer slides); blocks and the sink wholly behind it are given
+                 back, but for 128 tokens that a crop may need. Such a manager shares by `fork`, not by name
     budget       bytes (or "1.5GiB") that `memory()` never passes: blocks, and the exact tokens of `max_sequences` at a
                  time. Needs `layers`, each layer's geometry; the tensors are made at full size at their first use.
-    A layer's heads, head_dim, dtype and device are fixed by its first append. Not thread-safe.
+    A layer's heads, head_dim, dtype and device are fixed by its first append. For one engine thread; `memory`, `stats`,
+    and the pool's `stats`, `events` and `match` may be read from any.
     Raises FormatError, ShapeError.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913  # each is a setting with a default
         self,
         num_layers: int,
         format: str | Format = "kivi4",
@@ -57,6 +60,7 @@ class KVManager:
         sink_tokens: int | None = None,
         tail_tokens: int | None = None,
         num_blocks: int | None = None,
+        window: int | None = None,
         budget: str | int | None = None,
         layers: list[LayerSpec] | None = None,
         max_sequences: int = 8,
@@ -68,6 +72,7 @@ class KVManager:
             ("num_layers", num_layers, 1),
             ("sink_tokens", self.sink_tokens, 0),
             ("tail_tokens", self.tail_tokens, 0),
+            ("window", 1 if window is None else window, 1),
             ("num_blocks", 1 if num_blocks is None else num_blocks, 1),
             ("max_sequences", max_sequences, 1),
         ):
@@ -81,11 +86,11 @@ class KVManager:
                     f"budget: got num_blocks {num_blocks} and {len(layers or [])} layers, wanted no num_blocks and the "
                     f"geometry of all {num_layers} layers"
                 )
-            window = self.sink_tokens, self.tail_tokens
-            self.budget = Budget.split(budget, self.format, layers, window, max_sequences)
+            exact = self.sink_tokens, self.tail_tokens
+            self.budget = Budget.split(budget, self.format, layers, exact, max_sequences)
             num_blocks = self.budget.num_blocks
         pieces = BlockPool(None if self.budget is None else self.budget.num_pieces, what="exact pieces")
-        self._ledger = Ledger(BlockPool(num_blocks), pieces, self.sink_tokens, self.tail_tokens)
+        self._ledger = Ledger(BlockPool(num_blocks), pieces, self.sink_tokens, self.tail_tokens, window)
         self._sharing = Sharing(self._ledger)
         self._layers = Layers(num_layers, self.format, layers, self.budget)
         self._steps: dict[int, Step] = {}  # by sequence: appends that have not reached every layer
@@ -106,6 +111,10 @@ class KVManager:
         """
         prefix = None
         if namespace is not None:
+            if self.window is not None:
+                raise InputError(
+                    "namespace: this manager drops what its window has passed, so it shares by `fork` only"
+                )
             for name, got, wanted in (
                 ("block_tokens", namespace.block_tokens, BLOCK_TOKENS),
                 ("sink_tokens", namespace.sink_tokens, self.sink_tokens),
@@ -145,6 +154,10 @@ class KVManager:
     def match(self, tokens: Any, namespace: Namespace, *, extra: Any = None, reuse: str = "same") -> Match:
         """What `open` would find: tokens by tier, tokens left, bytes, seconds. Changes nothing."""
         return self._sharing.match(Prefix(namespace, tokens, tail_tokens=self.tail_tokens, extra=extra), reuse)
+
+    @property
+    def window(self) -> int | None:
+        return self._ledger.window
 
     @property
     def pool(self) -> BlockPool:
@@ -187,8 +200,8 @@ class KVManager:
         """Whether new sequences of these lengths (prompt and answer) would fit beside what is held now."""
         blocks = pieces = 0
         for length in lengths:
-            after, _, sealed = self._ledger.counts_after(Holding(), length)
-            blocks += sealed
+            after = self._ledger.counts_after(Holding(), length)[0]
+            blocks += self._ledger.most_blocks(length)
             pieces += pieces_for(after.sink) + pieces_for(after.tail)
         return Admission(blocks, self._ledger.blocks.available, pieces, self._ledger.pieces.available)
 
@@ -266,12 +279,17 @@ class KVManager:
         return self._layers.view(layer, layout, sequence.layer_holding(layer), new)
 
     def gather(self, sequence: Sequence, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Dense dequantised k, v [H, T, D] in the model dtype, for consumers that cannot read records. Allocates."""
-        view = self.view(sequence, layer)
-        spec, first = view.layout.layer, view.table.sink_tokens
-        dense = torch.empty(2, spec.kv_heads, view.tokens, spec.head_dim, dtype=spec.dtype, device=spec.device)
+        """Dense dequantised k, v [H, T, D] in the model dtype, for consumers that cannot read records. Allocates.
+
+        Zeros where the window has passed.
+        """
+        view, dropped = self.view(sequence, layer), sequence.layer_holding(layer).dropped
+        spec, first = view.layout.layer, dropped + view.table.sink_tokens
+        tokens = dropped + view.tokens
+        dense = torch.empty(2, spec.kv_heads, tokens, spec.head_dim, dtype=spec.dtype, device=spec.device)
         behind = first + view.table.sealed_tokens
-        dense[:, :, :first] = view.sink
+        dense[:, :, :dropped] = 0
+        dense[:, :, dropped:first] = view.sink
         ops.unseal_into(view, dense[:, :, first:behind])
         dense[:, :, behind:] = view.tail
         return dense[0], dense[1]
@@ -288,12 +306,11 @@ class KVManager:
     def crop(self, sequence: Sequence, length: int) -> None:
         """Keep the first `length` tokens. Records are never rewritten: the last one kept may count fewer tokens.
 
-        Raises ShapeError if `length` is negative or beyond the sequence; then nothing has changed.
+        Raises ShapeError if `length` is negative or beyond the sequence, or if its newest tokens' window reaches what
+        is dropped (0 is always allowed); then nothing has changed.
         """
         self._mine(sequence)
-        have = settled(sequence, "crop")
-        if not 0 <= length <= have:
-            raise ShapeError(f"crop: got length {length}, wanted 0 to {have}, the tokens stored")
+        self.check_crop(sequence, length)
         self._ledger.crop(sequence, length)
         lengths, prefix = sequence.holding.block_lengths, sequence.prefix
         sequence.published = min(sequence.published, len(lengths))
@@ -301,6 +318,15 @@ class KVManager:
             prefix.crop(length)
         if lengths and lengths[-1] < BLOCK_TOKENS:
             sequence.prefix = None  # later blocks begin at other positions than names say
+
+    def check_crop(self, sequence: Sequence, length: int) -> None:
+        """Raises ShapeError where `crop` would. Changes nothing."""
+        have, least = settled(sequence, "crop"), self._ledger.shortest(sequence)
+        if not 0 <= length <= have or 0 < length < least:
+            stored = (
+                f"0 to {have}, the tokens stored" if not least else f"0, or {least} to {have}, what the window keeps"
+            )
+            raise ShapeError(f"crop: got length {length}, wanted {stored}")
 
     def close(self, sequence: Sequence) -> None:
         """Give back the sequence's blocks and pieces; any later use of it raises SequenceClosed."""

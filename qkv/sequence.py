@@ -31,7 +31,10 @@ def pieces_for(tokens: int) -> int:
 
 
 class Holding:
-    """The ids and counts of one state of a sequence. Immutable."""
+    """The ids and counts of one state of a sequence. Immutable.
+
+    dropped  oldest tokens, sink included, that a sliding window has passed: they count, but nothing holds them
+    """
 
     def __init__(
         self,
@@ -40,11 +43,13 @@ class Holding:
         tail_ids: tuple[int, ...] = (),
         block_ids: tuple[int, ...] = (),
         block_lengths: tuple[int, ...] = (),
+        dropped: int = 0,
     ) -> None:
         self.counts, self.sink_ids, self.tail_ids = counts, sink_ids, tail_ids
         self.block_ids, self.block_lengths = block_ids, block_lengths
+        self.dropped = dropped
         self.sealed_tokens = sum(block_lengths)
-        self.tokens = counts.sink + self.sealed_tokens + counts.tail
+        self.tokens = dropped + counts.sink + self.sealed_tokens + counts.tail
         self._tables: dict[torch.device, Table] = {}
 
     @property
@@ -71,7 +76,8 @@ class Growth:
 
     after      what the sequence holds when the last layer is done
     to_sink, to_seal  of the new tokens, how many join the sink; how many blocks each layer seals
-    fresh, fresh_pieces  ids that this step has allocated; dropped: pieces that `after` does without
+    fresh, fresh_pieces  ids that this step has allocated
+    dropped, dropped_pieces  ids that `after` does without
     done       layers that have written their part; the step's own set
     """
 
@@ -82,6 +88,7 @@ class Growth:
     fresh: list[int]
     fresh_pieces: list[int]
     dropped: list[int]
+    dropped_pieces: list[int]
     done: set[int] = field(default_factory=set)
 
 
@@ -96,6 +103,7 @@ class Sequence:
     prefix: Prefix | None = None  # names of its blocks; None: it shares nothing by name
     published: int = 0  # blocks that have been offered under their names
     seconds: float = 0.0  # that steps have taken since
+    spent: float = 0.0  # that steps have taken for what it holds
 
     @property
     def block_ids(self) -> tuple[int, ...]:

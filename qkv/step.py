@@ -95,6 +95,7 @@ class Step:
             for sequence, count in zip(self.sequences, self.tokens, strict=True):
                 self._ledger.commit(sequence)
                 sequence.seconds += each * count
+                sequence.spent += each * count
                 self._sharing.publish(sequence)
 
     def abort(self) -> None:

@@ -163,8 +163,11 @@ class Rows:
         have = min(self.widths)
         if not 0 <= width <= have:
             raise ShapeError(f"crop: got length {width}, wanted 0 to {have}, the tokens stored")
-        for row, sequence in enumerate(self.sequences):
-            self.manager.crop(sequence, width if self.valid is None else int(self.valid[row, :width].sum()))
+        lengths = [width] * len(self.sequences) if self.valid is None else self.valid[:, :width].sum(1).tolist()
+        for sequence, length in zip(self.sequences, lengths, strict=True):
+            self.manager.check_crop(sequence, length)
+        for sequence, length in zip(self.sequences, lengths, strict=True):
+            self.manager.crop(sequence, length)
         self.widths = [width] * len(self.widths)
         if self.valid is not None:
             self.valid = self.valid[:, :width]

@@ -46,7 +46,8 @@ class QKVCache(Cache):  # type: ignore[misc]  # transformers is untyped here
     config       the model's config
     format       as for KVManager; `k_format` and `v_format` override one side
     sliding      "exact": sliding-window layers stay with transformers, which drops what the window has passed;
-                 "quantised": they go into blocks too, full length, the window applied in attention;
+                 "quantised": they go into blocks too, the window applied in attention. If all layers slide, blocks
+                 that the window has passed are given back; else they are kept, for the ids are the same in all layers;
                  "auto": "exact" if the model has full-attention layers as well, else "quantised"
     Padding is not stored, so a sliding window counts tokens; transformers counts padding inside a row too.
     Layers of other kinds (linear attention, MLA) stay with transformers; `report()` says which and why.
@@ -77,7 +78,8 @@ class QKVCache(Cache):  # type: ignore[misc]  # transformers is untyped here
             raise UnsupportedModel(
                 "no attention layer that qkv serves; " + "; ".join(sorted(set(self._reasons.values())))
             )
-        self.manager = KVManager(len(served), chosen, sink_tokens=sink_tokens, tail_tokens=tail_tokens)
+        window = _window(layers, served)
+        self.manager = KVManager(len(served), chosen, sink_tokens=sink_tokens, tail_tokens=tail_tokens, window=window)
         _hold_to_format(config, chosen)
         self.rows = Rows(self.manager, alone=len(served) == len(layers))
         for index, layer in enumerate(served):
@@ -199,6 +201,12 @@ def _served(config: Any, layers: list[Any], sliding: str) -> tuple[list[int], di
         else:
             reasons[index] = f"{type(layer).__name__}: not a plain attention layer"
     return served, reasons
+
+
+def _window(layers: list[Any], served: list[int]) -> int | None:
+    """The window that all layers served here slide in; None: some see more."""
+    sizes = {layers[index].sliding_window if layers[index].is_sliding else None for index in served}
+    return sizes.pop() if len(sizes) == 1 else None
 
 
 def _hold_to_format(config: Any, format: Format) -> None:

@@ -325,3 +325,18 @@ def test_linear_attention_layers_stay_with_transformers(tiny: Any, call: Any, id
     call(model, ids[:, :300], cache)
     got = [call(model, ids[:, i : i + 1], cache).logits for i in range(300, 400)]
     assert (torch.cat(got, 1) - want[:, 300:]).abs().max() <= 1e-4
+
+
+@pytest.mark.parametrize("format", ["exact", "kivi4"])
+def test_an_all_sliding_model_gives_back_what_its_window_has_passed(tiny: Any, generate: Any, format: str) -> None:
+    model = tiny("mistral", implementation="qkv")
+    ids = torch.randint(3, 256, (2, 40))
+    slides, keeps = QKVCache(model.config, format), QKVCache(model.config, format)
+    assert slides.manager.window == 64
+    keeps.manager._ledger.window = None
+    tokens = [generate(model, ids, cache, max_new_tokens=700) for cache in (slides, keeps)]
+    assert torch.equal(*tokens)
+    slides.manager.check()
+    assert slides.held().total < keeps.held().total * (0.75 if format == "exact" else 0.9)
+    drafted = generate(model, ids[:1], QKVCache(model.config, format), max_new_tokens=300, prompt_lookup_num_tokens=8)
+    assert torch.equal(drafted, generate(model, ids[:1], QKVCache(model.config, format), max_new_tokens=300))
