@@ -72,7 +72,7 @@ class Scheduler:
             except OutOfBlocks:
                 if len(self.running) == 1:
                     raise  # alone, and still too large
-                victim = min(self.running, key=lambda request: len(request.tokens))
+                victim = min(self.running, key=self._loss)
                 self._preempt(victim)
                 work = [item for item in work if item[0] is not victim]
                 if not work:
@@ -130,6 +130,11 @@ class Scheduler:
         if len(request.made) == request.new_tokens:
             self.manager.close(request.sequence)
             self.running.remove(request)
+
+    def _loss(self, request: Request) -> float:
+        """Measured seconds of work lost for each byte that would be free."""
+        freed, seconds = self.manager.cost(request.sequence)
+        return seconds / freed if freed else float("inf")
 
     def _preempt(self, request: Request) -> None:
         """Its published blocks stay where they are until their place is needed, and are found again if they survive."""

@@ -14,6 +14,7 @@ byte's dots share the unpacking. `precise` keeps w in float32.
 """
 
 import threading
+import weakref
 from array import array
 from collections.abc import Sequence
 from functools import cache
@@ -71,23 +72,39 @@ def _side(prefix: str, side: SideSpec, layout: RecordLayout) -> Side:
     return Side(AFFINE, *places, 0, scale.offset, zero, side.group, scale.shape[0], middle)
 
 
+class _Held:
+    """The work space of one thread: sizes, addresses and memory by purpose."""
+
+    def __init__(self) -> None:
+        self.by_purpose: dict[str, tuple[int, int, Any]] = {}
+
+
+_every_held: "weakref.WeakSet[_Held]" = weakref.WeakSet()
+
+
 class _Scratch(threading.local):
     """Work space of one thread by purpose, allocated once and grown."""
 
     def __init__(self) -> None:
-        self.held: dict[str, tuple[int, int, Any]] = {}
+        self.held = _Held()
+        _every_held.add(self.held)
 
     def address(self, purpose: str, size: int) -> int:
         """At least `size` bytes, at a multiple of 64."""
-        held = self.held.get(purpose)
+        held = self.held.by_purpose.get(purpose)
         if held is None or held[0] < size:
             # zeros: stale bytes may be read as float, and a NaN among them would not stay unread
             memory = np.zeros(size + 64, np.uint8)
-            held = self.held[purpose] = (size, -(-memory.ctypes.data // 64) * 64, memory)
+            held = self.held.by_purpose[purpose] = (size, -(-memory.ctypes.data // 64) * 64, memory)
         return held[1]
 
 
 _scratch = _Scratch()
+
+
+def workspace() -> int:
+    """Bytes of work space that threads keep between calls."""
+    return sum(size + 64 for held in list(_every_held) for size, _, _ in list(held.by_purpose.values()))
 
 
 def instructions() -> str:

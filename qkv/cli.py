@@ -148,6 +148,16 @@ def _print_model(name: str, report: Any, budget: str) -> None:
     out.print(table)
 
 
+@app.command()
+def stats(
+    source: Annotated[str, typer.Argument(help="http(s) address of /metrics, a file with such text, or - for stdin.")],
+) -> None:
+    """Show a running process's blocks, hits and memory, from its metrics (qkv.metrics.Collector)."""
+    from qkv.stats import fetch, show
+
+    show(out, fetch(source))
+
+
 @models_app.command("ls")
 def models_ls(as_json: JsonOption = False) -> None:
     """List the models that can be had by name."""
@@ -187,6 +197,7 @@ def qa(  # noqa: PLR0913  # each is an option of the command line
     ] = False,
     max_new_tokens: Annotated[int, typer.Option(help="Longest answer.")] = 48,
     dtype: Annotated[str, typer.Option(help="auto, bfloat16, float16 or float32.")] = "auto",
+    memory: Annotated[bool, typer.Option("--memory", help="Also show where all the run's memory goes.")] = False,
     as_json: JsonOption = False,
 ) -> None:
     """Answer questions about a .txt, .md or .pdf document over a quantised KV cache."""
@@ -200,7 +211,7 @@ def qa(  # noqa: PLR0913  # each is an option of the command line
         if not question.strip():
             raise InputError("question: got no text, wanted at least one word")
     loaded, tokenizer = _load(model, dtype)
-    _answer(text, questions, (loaded, tokenizer, model, max_new_tokens), chosen, compare, as_json)
+    _answer(text, questions, (loaded, tokenizer, model, max_new_tokens), chosen, compare, as_json, memory)
 
 
 def _choose(format: str, k_format: str | None, v_format: str | None) -> Format:
@@ -210,7 +221,13 @@ def _choose(format: str, k_format: str | None, v_format: str | None) -> Format:
 
 
 def _answer(
-    text: str, questions: list[str], session: tuple[Any, Any, str, int], format: Format, compare: bool, as_json: bool
+    text: str,
+    questions: list[str],
+    session: tuple[Any, Any, str, int],
+    format: Format,
+    compare: bool,
+    as_json: bool,
+    memory: bool = False,
 ) -> list[Any]:
     """Read, ask, print. Returns the answers in `format`."""
     from qkv.qa import DocumentQA, divergence
@@ -250,6 +267,10 @@ def _answer(
             out.print()
     if not as_json:
         _print_answers(rows)
+    if memory and runs[0].cache is not None:
+        from qkv.stats import show_account
+
+        show_account(err if as_json else out, runs[0].cache.account(loaded))
     return answers
 
 

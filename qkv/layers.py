@@ -29,6 +29,13 @@ class Layers:
         self._views: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # by layer: its pieces as bytes, and typed
         self._empty: dict[RecordLayout, torch.Tensor] = {}
 
+    @property
+    def row_bytes(self) -> tuple[int, int]:
+        """Bytes of one block and of one exact piece, in all layers bound so far."""
+        layouts = [layout for layout in self.layouts if layout is not None]
+        pieces = PIECE_TOKENS * sum(layout.layer.token_bytes for layout in layouts)
+        return sum(layout.record_bytes for layout in layouts), pieces
+
     def index(self, layer: int) -> int:
         """The layer's number. Raises ShapeError."""
         if not 0 <= layer < self.count:

@@ -18,11 +18,12 @@ from qkv.layers import AXES, Layers
 from qkv.ledger import Ledger, settled
 from qkv.pool import BlockPool
 from qkv.prefix import Namespace, Prefix
-from qkv.reports import Match
+from qkv.reports import Cost, Match, Usage
 from qkv.sequence import Holding, Sequence, pieces_for
 from qkv.sharing import Sharing
-from qkv.spec import BLOCK_TOKENS, PIECE_TOKENS, AttendOptions, Format, KVView, LayerSpec, RecordLayout
+from qkv.spec import BLOCK_TOKENS, AttendOptions, Format, KVView, LayerSpec, RecordLayout
 from qkv.step import Step
+from qkv.usage import cost, usage
 
 
 @dataclass(frozen=True)
@@ -301,6 +302,7 @@ class KVManager:
         twin = self.open()
         self._ledger.share(sequence, twin)
         twin.prefix, twin.published = sequence.prefix and sequence.prefix.copy(), sequence.published
+        twin.spent = sequence.spent
         return twin
 
     def crop(self, sequence: Sequence, length: int) -> None:
@@ -311,6 +313,7 @@ class KVManager:
         """
         self._mine(sequence)
         self.check_crop(sequence, length)
+        sequence.spent *= length / max(1, sequence.holding.tokens)
         self._ledger.crop(sequence, length)
         lengths, prefix = sequence.holding.block_lengths, sequence.prefix
         sequence.published = min(sequence.published, len(lengths))
@@ -347,9 +350,22 @@ class KVManager:
         holdings = [h for s in sequences for h in (s.holding, s.growth.after if s.growth else s.holding)]
         blocks = len({block for holding in holdings for block in holding.block_ids})
         pieces = len({piece for holding in holdings for piece in holding.piece_ids})
-        layouts = [layout for layout in self._layers.layouts if layout is not None]
-        token_bytes = sum(layout.layer.token_bytes for layout in layouts)
-        return Memory(blocks * sum(layout.record_bytes for layout in layouts), pieces * PIECE_TOKENS * token_bytes)
+        block_bytes, piece_bytes = self._layers.row_bytes
+        return Memory(blocks * block_bytes, pieces * piece_bytes)
+
+    def stats(self) -> Usage:
+        """Bytes by kind, in use and free, and how full they are. See `pool.stats()` for blocks by state and hits."""
+        allocated = self.memory()
+        sequences = list(self._sequences.values())
+        return usage(self._sharing, sequences, self._layers.row_bytes, (allocated.records, allocated.exact))
+
+    def cost(self, sequence: Sequence) -> Cost:
+        """What closing the sequence would give back, and the measured seconds of work that would be lost with it.
+
+        To preempt, close the one with the fewest seconds a byte. Less is lost if blocks are found again.
+        """
+        self._mine(sequence)
+        return cost(self._ledger, sequence, self._layers.row_bytes)
 
     def check(self) -> None:
         """Walk the whole state; AssertionError if anything disagrees."""

@@ -42,6 +42,12 @@ def explain() -> list[Choice]:
     ]
 
 
+def workspace() -> int:
+    """Bytes that kernels keep between calls, of all threads."""
+    kernel = sys.modules.get("qkv.kernels.attend_numba")
+    return int(kernel.workspace()) if kernel is not None else 0
+
+
 def _explain(op: str, name: str, what: str) -> Choice:
     kernel, why = _cpu_kernel(name)
     if kernel is None:

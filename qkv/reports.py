@@ -62,6 +62,40 @@ class Stats:
         return self.hit_tokens / self.query_tokens if self.query_tokens else 0.0
 
 
+@dataclass(frozen=True)
+class Usage:
+    """What a manager holds now; what is shared counts once.
+
+    tokens           in all sequences
+    records, sink, tail  bytes in use, by sequences, checkpoints, or to be found again
+    records_free, exact_free  bytes allocated for the next sequence
+    slots, filled    token places in blocks and pieces in use, and how many hold a token
+    """
+
+    sequences: int
+    checkpoints: int
+    tokens: int
+    records: int
+    sink: int
+    tail: int
+    records_free: int
+    exact_free: int
+    slots: int
+    filled: int
+
+    @property
+    def fragmentation(self) -> float:
+        """Share of the places in use that hold nothing."""
+        return 1 - self.filled / self.slots if self.slots else 0.0
+
+
+class Cost(NamedTuple):
+    """What closing a sequence now would give, and cost: bytes that only it holds, seconds that its tokens took."""
+
+    bytes: int
+    seconds: float
+
+
 class Event(NamedTuple):
     """One change. Numbers rise by one, so a gap cannot go unseen.
 

@@ -46,7 +46,9 @@ class Sharing:
         self._most = checkpoints
         self._sinks: dict[bytes, tuple[int, ...]] = {}  # by start
         self._checkpoints: OrderedDict[tuple[bytes, bytes], Checkpoint] = OrderedDict()
-        self._behind: dict[bytes, list[Checkpoint]] = {}  # by parent
+        self._behind: dict[
+            bytes, tuple[Checkpoint, ...]
+        ] = {}  # by parent; tuples, for `match` may come from any thread
 
     def publish(self, sequence: Sequence) -> None:
         """Let the sequence's blocks that are complete in every layer, and have names, be found."""
@@ -82,9 +84,9 @@ class Sharing:
         self._pieces.retain(list(holding.piece_ids))
         self._blocks.retain(list(private))
         self._checkpoints[key] = made
-        behind = self._behind.setdefault(parent, [])
-        behind.append(made)
-        behind.sort(key=lambda checkpoint: checkpoint.holding.counts.tail, reverse=True)  # the longest is tried first
+        behind = (*self._behind.get(parent, ()), made)
+        # the longest is tried first
+        self._behind[parent] = tuple(sorted(behind, key=lambda each: each.holding.counts.tail, reverse=True))
         self._blocks.watch(parent)
         while len(self._checkpoints) > self._most:
             self._drop(next(iter(self._checkpoints.values())))
@@ -109,6 +111,7 @@ class Sharing:
             self._blocks.release([named for named in ids if named not in checkpoint.holding.block_ids])
             self._checkpoints.move_to_end((checkpoint.parent, checkpoint.content))
         self._pieces.retain(list(sequence.holding.piece_ids))
+        sequence.spent = self._blocks.match(prefix, len(ids)).seconds_to_recompute
         return sequence.holding.tokens
 
     def find(self, prefix: Prefix, reuse: str) -> tuple[int, Checkpoint | None]:
@@ -152,6 +155,14 @@ class Sharing:
         self._drop(next(iter(self._checkpoints.values())))
         return True
 
+    def checkpoints(self) -> list[Holding]:
+        """Where the runs stood that others may go on from."""
+        return [checkpoint.holding for checkpoint in list(self._checkpoints.values())]
+
+    def sink_pieces(self) -> list[int]:
+        """Pieces of the sinks that published blocks stand on."""
+        return [piece for ids in list(self._sinks.values()) for piece in ids]
+
     def held(self) -> tuple[list[int], list[int]]:
         """Blocks and pieces that sinks and checkpoints hold, once for each."""
         kept = self._checkpoints.values()
@@ -171,9 +182,8 @@ class Sharing:
 
     def _drop(self, checkpoint: Checkpoint) -> None:
         del self._checkpoints[checkpoint.parent, checkpoint.content]
-        behind = self._behind[checkpoint.parent]
-        behind.remove(checkpoint)
-        if not behind:
-            del self._behind[checkpoint.parent]
+        behind = tuple(other for other in self._behind.pop(checkpoint.parent) if other is not checkpoint)
+        if behind:
+            self._behind[checkpoint.parent] = behind
         self._pieces.release(list(checkpoint.holding.piece_ids))
         self._blocks.release(list(checkpoint.private))

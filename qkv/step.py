@@ -91,6 +91,8 @@ class Step:
         self.done.add(layer)
         if len(self.done) == self._layers.count:
             self.open = False
+            if not self._ledger.blocks.block_bytes:
+                self._ledger.blocks.block_bytes = self._layers.row_bytes[0]  # every layer is bound now
             each = (perf_counter() - self._began) / max(1, sum(self.tokens))
             for sequence, count in zip(self.sequences, self.tokens, strict=True):
                 self._ledger.commit(sequence)

@@ -27,7 +27,11 @@ RANKS = {
     "documents": 60,
     "packages": 50,
     "backends": 50,
+    "stats": 80,
+    "metrics": 48,
+    "account": 45,
     "manager": 40,
+    "usage": 38,
     "step": 38,
     "sharing": 37,
     "layers": 36,
@@ -64,7 +68,18 @@ FOREIGN = {
     "errors": {"torch"},
     "packages": {"torch"},
 }
-OPTIONAL = ("transformers", "numba", "triton", "cupy", "h5py", "bitsandbytes", "typer", "rich")
+OPTIONAL = (
+    "transformers",
+    "numba",
+    "triton",
+    "cupy",
+    "h5py",
+    "bitsandbytes",
+    "typer",
+    "rich",
+    "prometheus_client",
+    "psutil",
+)
 MAX_PUBLIC_NAMES = 12
 
 

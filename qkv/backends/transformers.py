@@ -18,6 +18,7 @@ import transformers
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 
+from qkv.account import Line, account
 from qkv.backends import attention
 from qkv.backends.layer import QKVLayer
 from qkv.backends.rows import Rows
@@ -110,10 +111,18 @@ class QKVCache(Cache):  # type: ignore[misc]  # transformers is untyped here
         self._settle()
         return self._with_others(self.manager.held(self.rows.sequences))
 
+    def account(self, model: Any = None) -> list[Line]:
+        """Every kind of memory of this run, and how it is known: see `qkv.account`. `model` counts its weights."""
+        self._settle()
+        return account(self.manager, model, self._kept_by_others())
+
     def _with_others(self, held: Memory) -> Memory:
+        return Memory(held.records, held.exact + sum(t.untyped_storage().nbytes() for t in self._kept_by_others()))
+
+    def _kept_by_others(self) -> list[torch.Tensor]:
         others = [layer for layer in self.layers if not isinstance(layer, QKVLayer)]
         kept = [getattr(layer, side, None) for layer in others for side in ("keys", "values")]
-        return Memory(held.records, held.exact + sum(t.untyped_storage().nbytes() for t in kept if t is not None))
+        return [tensor for tensor in kept if tensor is not None]
 
     def fork(self) -> "QKVCache":
         """A second cache with the same tokens: shares records, copies the rest. `reset` it to give its blocks back."""

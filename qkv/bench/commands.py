@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from qkv.bench import checks, decode, divergence, errors, model, prefill, report, rows, seal
+from qkv.bench import checks, decode, divergence, errors, model, pool, prefill, report, rows, seal
 from qkv.bench.data import Geometry, capture, geometry_of, text_ids
 from qkv.bench.rows import Row
 from qkv.errors import InputError
@@ -170,6 +170,19 @@ def seal_command(  # noqa: PLR0913  # each is an option of the command line
         found += seal.run(options, _say)
         with checks.threads(threads):
             found += seal.model_share(loaded, tokenizer, model, tokens, options.formats)
+
+
+@app.command("pool")
+def pool_command(
+    blocks: Annotated[int, typer.Option(help="Blocks in the pool.")] = 1_000_000,
+    prompt: Annotated[int, typer.Option(help="Blocks of each prompt.")] = 1024,
+    json: Json = None,
+) -> None:
+    """What naming, publishing, finding and releasing a block costs in a large pool. No tensors."""
+    options = pool.PoolOptions(blocks, prompt)
+    options.check()
+    with _results(json) as found:
+        found += pool.run(options, _say)
 
 
 @app.command("model")

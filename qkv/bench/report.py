@@ -19,6 +19,8 @@ def show(console: Console, rows: list[Row]) -> None:
         _workspace(console, [row for row in rows if row.metric == "workspace"])
     elif suite == "seal":
         _seal(console, rows)
+    elif suite == "pool":
+        _pool(console, rows)
     else:
         _model(console, rows)
     console.print(f"threads: {rows[0].threads}; p20 - p80 in brackets; x: times better than the baseline")
@@ -126,6 +128,14 @@ def _seal(console: Console, rows: list[Row]) -> None:
             console.print(f"{row.case}, {row.shape.context:,} tokens: prefill {row.value:.2f} s with {row.impl}")
         if row.metric == "share_of_prefill":
             console.print(f"  {row.impl} of its K and V as {row.format}: {row.value:.1%} of that")
+
+
+def _pool(console: Console, rows: list[Row]) -> None:
+    table = Table("step", "mean (p20 - p80)", "unit", "note", title=f"pool: {rows[0].case}")
+    for row in rows:
+        note = f"{_x(row.ratio)} of {row.baseline}" if row.ratio is not None else row.note
+        table.add_row(row.metric, _spread(row), f"{row.unit} a block" if row.unit == "us" else row.unit, note)
+    console.print(table)
 
 
 def _model(console: Console, rows: list[Row]) -> None:
