@@ -57,6 +57,21 @@ def lookup(model: Any, ids: torch.Tensor) -> dict[str, Any]:
     return {"case": "prompt lookup", "prompt": ids.shape[1], "identical": torch.equal(plain, looked_up)}
 
 
+def assisted(name: str, draft: str, tokens: int) -> dict[str, Any]:
+    """Assisted decoding (a smaller model drafts) against plain greedy decoding, same format, both in float32."""
+    (model, tokenizer), (assistant, _) = load(name, "float32"), load(draft, "float32")
+    enable(model)
+    ids = text_ids(tokenizer, tokens)
+    plain = generate(model, ids, QKVCache(model.config, "kivi4"), max_new_tokens=64)
+    cache = QKVCache(model.config, "kivi4")
+    drafted = generate(model, ids, cache, max_new_tokens=64, assistant_model=assistant)
+    cache.manager.check()
+    return {
+        "case": "assisted decoding", "model": name, "assistant": draft, "prompt": tokens,
+        "identical": torch.equal(plain, drafted),
+    }  # fmt: skip
+
+
 def shared_prefix(model: Any, document: list[int], questions: list[list[int]]) -> dict[str, Any]:
     """Each question behind the document: with what is shared, and each all by itself."""
     shared = KVManager(model.config.num_hidden_layers, "kivi2")
@@ -93,6 +108,7 @@ def main() -> None:
     parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument("--prompt", type=int, default=4096)
     parser.add_argument("--prefix", type=int, default=6000)
+    parser.add_argument("--assisted", nargs=2, default=["qwen2.5-coder-1.5b", "qwen2.5-coder-0.5b"])
     options = parser.parse_args()
     model, tokenizer = load(options.model)
     ids = text_ids(tokenizer, max(options.prompt, options.prefix))
@@ -102,6 +118,7 @@ def main() -> None:
     samples = {"do_sample": True, "num_return_sequences": 8, "top_k": 50}
     print(json.dumps(rows_of(model, prompt, "parallel samples", 8, 100, **samples)), flush=True)
     print(json.dumps(lookup(model, ids[:, :1024].repeat(1, 2))), flush=True)
+    print(json.dumps(assisted(*options.assisted, 512)), flush=True)
     rng = random.Random(0)
     questions = [rng.choices(range(1000, 40000), k=rng.randint(8, 40)) for _ in range(8)]
     print(json.dumps(shared_prefix(model, ids[0, : options.prefix].tolist(), questions)), flush=True)

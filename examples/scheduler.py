@@ -5,6 +5,9 @@
 Every step takes one token of each running request and fills the rest of its token budget with chunks of waiting
 prompts. A request takes over what earlier ones have computed of its prompt. When no block is left, the running request
 that is cheapest to compute again gives up its blocks and waits for its turn; nothing else is lost.
+
+`--check --dtype float32` compares every answer with that of the request alone. (In bfloat16 torch's own linear layers
+round differently with more rows, so a near tie may fall otherwise.)
 """
 
 import argparse
@@ -13,10 +16,12 @@ from collections import deque
 from dataclasses import dataclass, field
 
 import torch
+from prometheus_client import REGISTRY, start_http_server
 
 from qkv import KVManager
 from qkv.backends.packed import PackedModel
 from qkv.errors import OutOfBlocks
+from qkv.metrics import Collector
 from qkv.models import load
 from qkv.prefix import Namespace
 from qkv.sequence import Sequence
@@ -150,16 +155,22 @@ def main() -> None:
     parser.add_argument("--format", default="kivi4")
     parser.add_argument("--requests", type=int, default=16)
     parser.add_argument("--num-blocks", type=int, default=64)
+    parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--check", action="store_true", help="run each request alone too; exit 1 if an answer differs")
+    parser.add_argument("--metrics-port", type=int, help="serve metrics there, for `qkv stats`")
     options = parser.parse_args()
-    loaded, tokenizer = load(options.model)
+    loaded, tokenizer = load(options.model, options.dtype)
     manager = KVManager(loaded.config.num_hidden_layers, options.format, num_blocks=options.num_blocks)
-    text = "The ledger of the harbour lists ships, cargoes and tolls. " * 40
+    text = "The ledger of the harbour lists ships, cargoes and tolls. " * 80
     requests = [
-        Request(tokenizer(text[: 400 + 90 * number] + f"Entry {number}:")["input_ids"], 12)
+        Request(tokenizer(text[: 900 + 200 * number] + f"Entry {number}:")["input_ids"], 12)
         for number in range(options.requests)
     ]
     layer = (loaded.config.num_key_value_heads, loaded.config.head_dim, str(loaded.dtype))
     name = Namespace(options.model, (layer,) * manager.num_layers, manager.format.id, 1, 128, manager.sink_tokens)
+    if options.metrics_port is not None:
+        REGISTRY.register(Collector(manager, options.model, loaded))
+        start_http_server(options.metrics_port)
     scheduler = Scheduler(PackedModel(loaded, manager), name)
     began = time.perf_counter()
     scheduler.run(requests)
@@ -171,6 +182,14 @@ def main() -> None:
     print(f"preempted {sum(request.preempted for request in requests)} times; {manager.pool.stats()}")
     for request in requests[:3]:
         print(repr(tokenizer.decode(request.made)))
+    if options.check:
+        alone = [Request(request.prompt, request.new_tokens) for request in requests]
+        for request in alone:
+            own = KVManager(manager.num_layers, options.format)
+            Scheduler(PackedModel(loaded, own), None).run([request])
+        equal = sum(request.made == other.made for request, other in zip(requests, alone, strict=True))
+        print(f"{equal} of {len(requests)} answers are those of one request at a time")
+        raise SystemExit(equal < len(requests))
 
 
 if __name__ == "__main__":

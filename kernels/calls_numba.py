@@ -26,6 +26,7 @@ from qkv.kernels.softmax_llvm import add_scaled, clear_bytes, get, narrow_row, p
 from qkv.spec import PIECE_TOKENS
 
 PIECE = PIECE_TOKENS
+IDS_A_RUN = 8 * 128 // PIECE  # bytes
 TASK_FIELDS = 4  # call, KV head, first piece, behind its last
 
 
@@ -39,7 +40,7 @@ class Call(NamedTuple):
     ids: int
     lengths: int
     blocks: int
-    pieces: int  # of the model dtype [num_pieces, 2, H, 32, D]
+    pieces: int  # of the model dtype [num_pieces, 2, H, 16, D]
     sink_ids: int
     sink: int
     tail_ids: int
@@ -171,11 +172,11 @@ def _exact_run(call, index):
     those of its kind, tokens, position. The sink's runs come first, then the tail's, then the new ones."""
     sinks, tails = -(-call.sink // 128), -(-call.tail // 128)
     if index < sinks:
-        return call.sink_ids + 32 * index, 128 * index, min(128, call.sink - 128 * index), 128 * index
+        return call.sink_ids + IDS_A_RUN * index, 128 * index, min(128, call.sink - 128 * index), 128 * index
     index -= sinks
     if index < tails:
         first = call.tokens - call.new - call.tail + 128 * index
-        return call.tail_ids + 32 * index, 128 * index, min(128, call.tail - 128 * index), first
+        return call.tail_ids + IDS_A_RUN * index, 128 * index, min(128, call.tail - 128 * index), first
     index -= tails
     return 0, 128 * index, min(128, call.new - 128 * index), call.tokens - call.new + 128 * index
 

@@ -53,7 +53,7 @@ def within(x: torch.Tensor, limit: float) -> bool:
 
 
 def store(k: torch.Tensor, v: torch.Tensor, pieces: torch.Tensor, ids: torch.Tensor, first: int, limit: float) -> bool:
-    """Copy k, v [H, T, D], D a multiple of 16, to slots `first` and on of pieces [N, 2, H, 32, D], in place.
+    """Copy k, v [H, T, D], D a multiple of 16, to slots `first` and on of pieces [N, 2, H, 16, D], in place.
 
     Slots run over the pieces `ids` int64, one after the other. False, and nothing has changed, if a value is inf, NaN
     or beyond +-limit. For few tokens: runs on this thread.

@@ -136,7 +136,7 @@ class Layers:
             ops.seal(blocks[0][run], blocks[1][run], layout, records, ids[run], checked=True)
 
     def _pieces(self, layer: int, layout: RecordLayout) -> torch.Tensor:
-        """The layer's pieces [num_pieces, 2, H, 32, D] in its dtype; no copy."""
+        """The layer's pieces [num_pieces, 2, H, 16, D] in its dtype; no copy."""
         rows, known = self.exact.records(layer), self._views.get(layer)
         spec = layout.layer
         shape = (2, spec.kv_heads, PIECE_TOKENS, spec.head_dim)

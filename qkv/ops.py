@@ -143,7 +143,7 @@ def check_finite(name: str, x: torch.Tensor, axes: tuple[str, ...]) -> None:
 
 
 def store_tokens(k: torch.Tensor, v: torch.Tensor, pieces: torch.Tensor, ids: torch.Tensor, first: int) -> None:
-    """Copy a few exact tokens k, v [H, T, D] to pieces [num_pieces, 2, H, 32, D], in place.
+    """Copy a few exact tokens k, v [H, T, D] to pieces [num_pieces, 2, H, 16, D], in place.
 
     They go to slots `first` and on, counted over the pieces `ids` int64 one after the other. All in one dtype and on
     one device, with room for T. Raises FormatError (inf, NaN); then nothing has changed.

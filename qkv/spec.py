@@ -12,7 +12,7 @@ import torch
 from qkv.errors import FormatError, ShapeError
 
 BLOCK_TOKENS = 128
-PIECE_TOKENS = 32  # of an exact piece; a block is whole pieces
+PIECE_TOKENS = 16  # of an exact piece; a block is whole pieces
 LAYOUT_VERSION = 1
 FIELD_ALIGN = 64
 TILE_LANES = 16  # one 512-bit vector of 32-bit lanes; two of AVX2, four of NEON
@@ -221,7 +221,7 @@ class KVView:
         held as    exact pieces    | records                 | exact pieces | exact, not appended yet
 
     records   uint8 [num_blocks, R]
-    pieces    [num_pieces, 2, H, 32, D] in the model dtype, K then V
+    pieces    [num_pieces, 2, H, 16, D] in the model dtype, K then V
     table     which of them are the sequence's
     new       [2, H, T, D], K then V; T may be 0
     """

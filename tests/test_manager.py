@@ -147,9 +147,9 @@ def test_memory_is_what_the_tensors_hold() -> None:
     sequences.append(manager.fork(sequences[-1]))
     assert held_bytes(manager) == manager.memory().total > 0
     assert manager.held(sequences[:4]) == manager.held(sequences), "a fork holds what its source holds"
-    piece = 3 * 2 * 2 * 32 * 64 * 4  # layers, K and V, heads, tokens, channels, bytes
-    assert manager.held([sequences[1]]) == Memory(0, 2 * piece)
-    assert manager.held([sequences[2]]).exact == (2 + 4) * piece
+    piece = 3 * 2 * 2 * 16 * 64 * 4  # layers, K and V, heads, tokens, channels, bytes
+    assert manager.held([sequences[1]]) == Memory(0, 4 * piece)
+    assert manager.held([sequences[2]]).exact == (4 + 7) * piece
     assert manager.held([sequences[2]]).records == sum(manager.layout(at).record_bytes for at in range(3))  # type: ignore[union-attr]  # bound
     assert manager.held(sequences).total <= manager.memory().total
     manager.close(sequences[2])

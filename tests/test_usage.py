@@ -34,16 +34,16 @@ def space(manager: KVManager) -> Namespace:
 def test_usage_adds_up_to_the_memory() -> None:
     manager = KVManager(LAYERS, "kivi4")
     assert manager.stats().slots == manager.stats().tokens == 0
-    piece = LAYERS * 2 * 32 * 16 * 4
+    piece = LAYERS * 2 * 16 * 16 * 4
     sequence = manager.open()
     append(manager, sequence, 64 + 128 + 70)
     used, held = manager.stats(), manager.memory()
-    assert (used.sequences, used.tokens, used.sink, used.tail) == (1, 262, 2 * piece, 3 * piece)
+    assert (used.sequences, used.tokens, used.sink, used.tail) == (1, 262, 4 * piece, 5 * piece)
     assert used.records == LAYERS * manager.layout(0).record_bytes  # type: ignore[union-attr]  # bound
     assert used.records + used.records_free == held.records
     assert used.sink + used.tail + used.exact_free == held.exact
-    assert (used.slots, used.filled) == (128 + 5 * 32, 262)
-    assert used.fragmentation == pytest.approx(26 / 288)
+    assert (used.slots, used.filled) == (128 + 9 * 16, 262)
+    assert used.fragmentation == pytest.approx(10 / 272)
     twin = manager.fork(sequence)
     assert manager.stats().records == used.records, "what is shared counts once"
     manager.crop(twin, 64 + 100)  # inside the block, which the other holds in full

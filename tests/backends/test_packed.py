@@ -1,13 +1,16 @@
 """Continuous batching with the example scheduler: what each request gets alone, shared, preempted."""
 
 import importlib.util
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from qkv import KVManager
+from qkv import KVManager, models
 from qkv.backends.packed import PackedModel
 from qkv.errors import OutOfBlocks, ShapeError, UnsupportedModel
 from qkv.prefix import Namespace
@@ -82,6 +85,17 @@ def test_preemption_loses_nothing(tiny: Any) -> None:
         assert request.made == alone(model, request.prompt, 60, format="exact")
     with pytest.raises(OutOfBlocks):
         run(model, [scheduler.Request(prompts(1, shared=1800)[0], 4)], num_blocks=8)
+
+
+def test_a_real_model_answers_each_request_as_alone() -> None:
+    """The example as a user runs it, with so few blocks that it has to preempt."""
+    if os.environ.get("QKV_OFFLINE") == "1" and not models.is_cached("smollm2-135m"):
+        pytest.skip("QKV_OFFLINE=1 and smollm2-135m is not in the cache")
+    words = ["--requests", "8", "--dtype", "float32", "--num-blocks", "9", "--check"]
+    done = subprocess.run([sys.executable, PLACE, *words], capture_output=True, text=True, check=False, timeout=280)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "8 of 8 answers are those of one request at a time" in done.stdout
+    assert "preempted 0 times" not in done.stdout
 
 
 def test_what_cannot_be_packed_is_refused(tiny: Any) -> None:

@@ -11,7 +11,7 @@ import torch
 from qkv import ops
 from qkv.errors import FormatError, ShapeError
 from qkv.formats import get_format, list_formats, record
-from qkv.spec import BLOCK_TOKENS, MODEL_DTYPES, LayerSpec, RecordLayout
+from qkv.spec import BLOCK_TOKENS, LayerSpec, MODEL_DTYPES, PIECE_TOKENS, RecordLayout
 
 pytest.importorskip("numba", reason="numba is not installed")
 from qkv.kernels import seal_numba  # needs numba
@@ -189,15 +189,15 @@ def test_the_plainest_cpu(tmp_path: Any) -> None:
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 def test_a_few_tokens_are_stored_whole_or_not_at_all(dtype: torch.dtype) -> None:
     """Through the door, from any strides, over pieces; a value that no record holds leaves them as they were."""
-    ids = torch.tensor([4, 0, 2])
-    for heads, tokens, dim, first in ((1, 1, 16, 0), (3, 5, 80, 30), (2, 0, 64, 3), (2, 90, 64, 5), (1, 1, 32, 95)):
+    ids = torch.tensor([4, 0, 2, 7, 3, 5])
+    for heads, tokens, dim, first in ((1, 1, 16, 0), (3, 5, 80, 14), (2, 0, 64, 3), (2, 90, 64, 5), (1, 1, 32, 95)):
         k, v = torch.randn(2, tokens, heads, dim).to(dtype).transpose(1, 2)
         v = torch.randn(heads, dim, tokens).to(dtype).mT
-        pieces = torch.zeros(6, 2, heads, 32, dim, dtype=dtype)
+        pieces = torch.zeros(8, 2, heads, PIECE_TOKENS, dim, dtype=dtype)
         ops.store_tokens(k, v, pieces, ids, first)
         want = torch.zeros_like(pieces)
         for token in range(tokens):
-            piece, slot = ids[(first + token) // 32], (first + token) % 32
+            piece, slot = ids[(first + token) // PIECE_TOKENS], (first + token) % PIECE_TOKENS
             want[piece, 0, :, slot], want[piece, 1, :, slot] = k[:, token], v[:, token]
         assert torch.equal(pieces, want)
         if not tokens:
