@@ -101,7 +101,7 @@ for file in shipped:
     try:
         module = importlib.import_module(name)
     except ModuleNotFoundError as e:
-        assert e.name and e.name.split(".")[0] in {"triton", "numba", "cupy", "h5py", "bitsandbytes"}, (name, e)
+        assert e.name and e.name.split(".")[0] in {"triton", "numba", "cupy", "h5py", "xxhash", "bitsandbytes"}, (name, e)
         print(f"skipped {name}: needs {e.name}")
         continue
     where = pathlib.Path(module.__file__).resolve()

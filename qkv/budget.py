@@ -54,6 +54,15 @@ class Budget:
         return cls(blocks, pieces, blocks * block + pieces * piece)
 
 
+def check_declared(num_layers: int, num_blocks: int | None, layers: Sequence[LayerSpec] | None) -> None:
+    """Raises ShapeError unless a budget can be split: every layer's geometry is there, and no count of blocks."""
+    if num_blocks is not None or layers is None or len(layers) != num_layers:
+        raise ShapeError(
+            f"budget: got num_blocks {num_blocks} and {len(layers or [])} layers, wanted no num_blocks and the "
+            f"geometry of all {num_layers} layers"
+        )
+
+
 def pieces_most(sink_tokens: int, tail_tokens: int) -> int:
     """Exact pieces that one sequence can hold at most; one more while a step copies a shared one."""
     return pieces_for(sink_tokens) + pieces_for(tail_tokens + BLOCK_TOKENS - 1) + 1

@@ -8,6 +8,11 @@
     |-- OutOfBlocks                  no block left: (needed, free, evictable)
     |-- WrongBlock                   a block id in a state that the call cannot serve: (verb, block_id, found, wanted)
     |-- EventsLost                   events that are no longer kept: (asked, oldest, next_number)
+    |-- CorruptSegment               a stored file's bytes are not those that were written: (path, offset)
+    |-- ForeignSegment               a stored file is not ours to read: another program's, version or key: (path)
+    |-- StoreLocked                  another process writes to this store: (path)
+    |-- StoreFull                    no room in the store, even after evicting all that may go: (needed, limit)
+    |-- LayerLost                    a layer's stored bytes could not be had in time; compute the tokens again: (layer)
     |-- ModelNotFound                no such model, or its weights cannot be had
     |-- UnsupportedModel             a kind of attention qkv cannot serve: (reason)
     `-- BackendUnavailable           no implementation of an op here: (op, tried)
@@ -63,6 +68,48 @@ class EventsLost(QkvError):
         super().__init__(
             f"events from {asked} on are not kept; got {oldest} to {next_number - 1}; start again from snapshot()"
         )
+
+
+class CorruptSegment(QkvError):
+    """A stored file is damaged. The store takes it out of use; what it held is computed again."""
+
+    def __init__(self, path: str, offset: int, what: str) -> None:
+        self.path, self.offset = path, offset
+        super().__init__(f"{path}: at byte {offset} {what}; it is not used, and its tokens are computed again")
+
+
+class ForeignSegment(QkvError):
+    """A file in a store that this release, or this key, cannot read. It is left alone."""
+
+    def __init__(self, path: str, what: str) -> None:
+        self.path = path
+        super().__init__(f"{path}: {what}; left alone")
+
+
+class StoreLocked(QkvError):
+    """A second writer; the first one is not disturbed."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        super().__init__(
+            f"store {path}: another process writes to it; open it with readonly=True, or wait for that one"
+        )
+
+
+class StoreFull(QkvError):
+    """Nothing was stored; the store is as it was, but for what was evicted to make room."""
+
+    def __init__(self, needed: int, limit: int) -> None:
+        self.needed, self.limit = needed, limit
+        super().__init__(f"store: {needed} bytes do not fit in {limit}; raise the limit, or free space on the disk")
+
+
+class LayerLost(QkvError):
+    """Stored bytes of a layer are damaged or late. The sequence that needs them is closed; open it again."""
+
+    def __init__(self, layer: int, why: str) -> None:
+        self.layer = layer
+        super().__init__(f"layer {layer} could not be loaded: {why}; open the sequence again, its tokens are computed")
 
 
 class ModelNotFound(QkvError):

@@ -8,8 +8,9 @@ import torch
 from qkv import ops
 from qkv.budget import Budget
 from qkv.errors import ShapeError
+from qkv.ledger import Ledger
 from qkv.offload.device import DeviceTier
-from qkv.sequence import Growth, Holding
+from qkv.sequence import Growth, Holding, Sequence
 from qkv.shapes import check, check_like
 from qkv.spec import BLOCK_TOKENS, PIECE_TOKENS, Format, KVView, LayerSpec, RecordLayout
 
@@ -105,6 +106,35 @@ class Layers:
         if k.shape[1]:
             ops.store_tokens(k, v, pieces, table.tail_ids, start)
 
+    def place(
+        self,
+        layer: int,
+        layout: RecordLayout,
+        holding: Holding,
+        parts: tuple[torch.Tensor, ...],
+        capacity: tuple[int, int],
+    ) -> None:
+        """Bytes of a stored layer to where `holding` says: parts are sink [2, H, T, D], records, tail, as uint8.
+
+        capacity: blocks and pieces that the pools may name. Raises ShapeError (a layer of other geometry).
+        """
+        held = self.layouts[self.index(layer)]
+        if held is not None and held != layout:
+            raise ShapeError(f"layer {layer}: got stored {layout.layer}, wanted {held.layer}")
+        layout = held or next((other for other in self.layouts if other == layout), layout)
+        self.layouts[layer] = layout
+        spec, sink, tail = layout.layer, holding.counts.sink, holding.counts.tail
+        if self.budget is not None:
+            capacity = self.budget.num_blocks, self.budget.num_pieces
+        self.exact.reserve(layer, capacity[1], PIECE_TOKENS * spec.token_bytes, spec.device)
+        records = self.records.reserve(layer, capacity[0], layout.record_bytes, spec.device)
+        table = holding.table(spec.device)
+        records[table.block_ids] = parts[1].view(-1, layout.record_bytes).to(spec.device)
+        for data, ids, tokens in ((parts[0], table.sink_ids, sink), (parts[2], table.tail_ids, tail)):
+            if tokens:
+                k, v = data.clone().view(spec.dtype).view(2, spec.kv_heads, tokens, spec.head_dim).to(spec.device)
+                ops.store_tokens(k, v, self._pieces(layer, layout), ids, 0)
+
     def _seal_oldest(
         self, layer: int, layout: RecordLayout, before: Holding, growth: Growth, k: torch.Tensor, v: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -134,6 +164,20 @@ class Layers:
         for first in range(0, len(ids), SEAL_BLOCKS):
             run = slice(first, first + SEAL_BLOCKS)
             ops.seal(blocks[0][run], blocks[1][run], layout, records, ids[run], checked=True)
+
+    def check(self, sequences: list[Sequence], ledger: Ledger) -> None:
+        """Every id that a sequence holds has a row in every layer. AssertionError if not."""
+        for layer in range(self.count):
+            for tier, blocks in ((self.records, True), (self.exact, False)):
+                rows = tier.records(layer)
+                have = 0 if rows is None else rows.shape[0]
+                pool = ledger.blocks if blocks else ledger.pieces
+                assert have <= max(pool.capacity, pool.limit or 0)
+                for sequence in sequences:
+                    if sequence.loading is None:
+                        holding = sequence.layer_holding(layer)
+                        ids = holding.block_ids if blocks else holding.piece_ids
+                        assert all(number < have for number in ids)
 
     def _pieces(self, layer: int, layout: RecordLayout) -> torch.Tensor:
         """The layer's pieces [num_pieces, 2, H, 16, D] in its dtype; no copy."""

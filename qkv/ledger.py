@@ -116,6 +116,11 @@ class Ledger:
         dropped = sequence.holding.dropped
         return dropped + self.window - 1 if dropped and self.window else 0
 
+    def needs(self, tokens: int) -> tuple[int, int]:
+        """Blocks and pieces that a sequence of so many tokens holds between steps."""
+        after = self.counts_after(Holding(), tokens)[0]
+        return self.most_blocks(tokens), pieces_for(after.sink) + pieces_for(after.tail)
+
     def most_blocks(self, tokens: int) -> int:
         """Blocks that a sequence of so many tokens holds between steps."""
         sealed = self.counts_after(Holding(), tokens)[0].sealed
@@ -174,6 +179,7 @@ class Ledger:
 def settled(sequence: Sequence, verb: str) -> int:
     """The length, between steps. Raises ShapeError in the middle of one."""
     held, growth = sequence.holding.tokens, sequence.growth
+    sequence.arrive()
     if growth is not None:
         raise ShapeError(
             f"{verb}: layers hold {held} to {growth.after.tokens} tokens; finish the step in every layer first, or "

@@ -5,13 +5,12 @@ A sealed block is never encoded again, so results do not depend on how tokens ar
 """
 
 import itertools
-from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from qkv import ops
-from qkv.budget import Admission, Budget
+from qkv.budget import Admission, Budget, check_declared
 from qkv.errors import InputError, SequenceClosed, ShapeError
 from qkv.formats import get_format
 from qkv.layers import AXES, Layers
@@ -19,23 +18,16 @@ from qkv.ledger import Ledger, settled
 from qkv.pool import BlockPool
 from qkv.prefix import Namespace, Prefix
 from qkv.reports import Cost, Match, Usage
-from qkv.sequence import Holding, Sequence, pieces_for
-from qkv.sharing import Sharing
+from qkv.reports import Memory as Memory
+from qkv.sequence import Sequence
+from qkv.sharing import Sharing, check_namespace
 from qkv.spec import BLOCK_TOKENS, AttendOptions, Format, KVView, LayerSpec, RecordLayout
 from qkv.step import Step
 from qkv.usage import cost, usage
 
-
-@dataclass(frozen=True)
-class Memory:
-    """Bytes that the manager's tensors occupy, all layers and sequences."""
-
-    records: int
-    exact: int
-
-    @property
-    def total(self) -> int:
-        return self.records + self.exact
+if TYPE_CHECKING:
+    from qkv.offload.disk import DiskStore
+    from qkv.storing import Storing
 
 
 class KVManager:
@@ -82,18 +74,15 @@ class KVManager:
         self.num_layers = num_layers
         self.budget: Budget | None = None
         if budget is not None:
-            if num_blocks is not None or layers is None or len(layers) != num_layers:
-                raise ShapeError(
-                    f"budget: got num_blocks {num_blocks} and {len(layers or [])} layers, wanted no num_blocks and the "
-                    f"geometry of all {num_layers} layers"
-                )
+            check_declared(num_layers, num_blocks, layers)
             exact = self.sink_tokens, self.tail_tokens
-            self.budget = Budget.split(budget, self.format, layers, exact, max_sequences)
+            self.budget = Budget.split(budget, self.format, layers or [], exact, max_sequences)
             num_blocks = self.budget.num_blocks
         pieces = BlockPool(None if self.budget is None else self.budget.num_pieces, what="exact pieces")
         self._ledger = Ledger(BlockPool(num_blocks), pieces, self.sink_tokens, self.tail_tokens, window)
         self._sharing = Sharing(self._ledger)
         self._layers = Layers(num_layers, self.format, layers, self.budget)
+        self._storing: Storing | None = None
         self._steps: dict[int, Step] = {}  # by sequence: appends that have not reached every layer
         self._sequences: dict[int, Sequence] = {}
         self._ids = itertools.count()
@@ -112,17 +101,7 @@ class KVManager:
         """
         prefix = None
         if namespace is not None:
-            if self.window is not None:
-                raise InputError(
-                    "namespace: this manager drops what its window has passed, so it shares by `fork` only"
-                )
-            for name, got, wanted in (
-                ("block_tokens", namespace.block_tokens, BLOCK_TOKENS),
-                ("sink_tokens", namespace.sink_tokens, self.sink_tokens),
-                ("format", namespace.format, self.format.id),
-            ):
-                if got != wanted:
-                    raise InputError(f"namespace {name}: got {got!r}, wanted {wanted!r}, this manager's")
+            check_namespace(namespace, self._ledger, self.format.id)
             given = () if tokens is None else tokens
             prefix = Prefix(namespace, given, tail_tokens=self.tail_tokens, extra=extra)
         elif tokens is not None:
@@ -130,6 +109,8 @@ class KVManager:
         sequence = Sequence(next(self._ids))
         if prefix is not None:
             self._sharing.take(sequence, prefix, reuse)
+            if self._storing is not None:
+                self._storing.offer(sequence, prefix)
         self._sequences[sequence.id] = sequence
         return sequence
 
@@ -152,9 +133,40 @@ class KVManager:
         settled(sequence, "checkpoint")
         return self._sharing.keep(sequence)
 
+    def attach(self, store: "DiskStore", *, device: str = "cpu", seconds: float = 10.0) -> None:
+        """Let `open` find what `save` has stored, in any process. seconds: most for a look-up, and for a layer."""
+        from qkv.storing import Storing  # needs xxhash, which only a store does
+
+        self._storing = Storing(store, self._sharing, self._layers, torch.device(device), seconds)
+
+    def save(self, sequence: Sequence) -> str:
+        """Store where the sequence stands; returns the segment's name. Waits for the disk.
+
+        Raises InputError (no store, no names for all its tokens), StoreFull, OSError; then nothing is stored.
+        """
+        self._mine(sequence)
+        if self._storing is None:
+            raise InputError("save: this manager has no store; attach one first")
+        return self._storing.save(sequence)
+
+    def restore(self, tokens: Any, namespace: Namespace) -> Sequence | None:
+        """A sequence with all of `tokens`, or the most of them that the store has; None: it has none.
+
+        Layers may be on their way: using one waits for it, and raises LayerLost if it cannot be had; close it then.
+        """
+        if self._storing is None:
+            raise InputError("restore: this manager has no store; attach one first")
+        sequence = self.open(namespace=namespace)
+        self._storing.offer(sequence, Prefix(namespace, tokens, tail_tokens=self.tail_tokens), left=0)
+        if not sequence.holding.tokens:
+            self.close(sequence)
+        return None if sequence.closed else sequence
+
     def match(self, tokens: Any, namespace: Namespace, *, extra: Any = None, reuse: str = "same") -> Match:
         """What `open` would find: tokens by tier, tokens left, bytes, seconds. Changes nothing."""
-        return self._sharing.match(Prefix(namespace, tokens, tail_tokens=self.tail_tokens, extra=extra), reuse)
+        prefix = Prefix(namespace, tokens, tail_tokens=self.tail_tokens, extra=extra)
+        found = self._sharing.match(prefix, reuse)
+        return found if self._storing is None else self._storing.match(prefix, found)
 
     @property
     def window(self) -> int | None:
@@ -199,11 +211,7 @@ class KVManager:
 
     def admission(self, lengths: list[int]) -> Admission:
         """Whether new sequences of these lengths (prompt and answer) would fit beside what is held now."""
-        blocks = pieces = 0
-        for length in lengths:
-            after = self._ledger.counts_after(Holding(), length)[0]
-            blocks += self._ledger.most_blocks(length)
-            pieces += pieces_for(after.sink) + pieces_for(after.tail)
+        blocks, pieces = (sum(each) for each in zip((0, 0), *map(self._ledger.needs, lengths), strict=True))
         return Admission(blocks, self._ledger.blocks.available, pieces, self._ledger.pieces.available)
 
     def plan(self, sequences: list[Sequence], tokens: list[int]) -> Step:
@@ -270,6 +278,7 @@ class KVManager:
     def view(self, sequence: Sequence, layer: int, new: tuple[torch.Tensor, torch.Tensor] | None = None) -> KVView:
         """Where the sequence's K and V of one layer lie, `new` [H, T, D] behind them. Copies only `new`."""
         self._mine(sequence)
+        sequence.arrive(layer)
         if new is not None:
             layout = self._layers.bind(layer, *new)
         else:
@@ -280,10 +289,7 @@ class KVManager:
         return self._layers.view(layer, layout, sequence.layer_holding(layer), new)
 
     def gather(self, sequence: Sequence, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Dense dequantised k, v [H, T, D] in the model dtype, for consumers that cannot read records. Allocates.
-
-        Zeros where the window has passed.
-        """
+        """Dense dequantised k, v [H, T, D] in the model dtype; zeros where the window has passed. Allocates."""
         view, dropped = self.view(sequence, layer), sequence.layer_holding(layer).dropped
         spec, first = view.layout.layer, dropped + view.table.sink_tokens
         tokens = dropped + view.tokens
@@ -337,6 +343,8 @@ class KVManager:
         self.abort(sequence)
         if sequence.growth is not None:
             raise ShapeError(f"close: sequence {sequence.id} is in a planned step; finish that, or abort it")
+        if sequence.loading is not None:
+            sequence.loading.stop()
         self._ledger.close(sequence)
         sequence.closed = True
         del self._sequences[sequence.id]
@@ -373,16 +381,7 @@ class KVManager:
         assert not any(sequence.closed for sequence in sequences)
         self._sharing.check()
         self._ledger.check(sequences, self._sharing.held())
-        for layer in range(self.num_layers):
-            for tier, blocks in ((self._layers.records, True), (self._layers.exact, False)):
-                rows = tier.records(layer)
-                have = 0 if rows is None else rows.shape[0]
-                pool = self._ledger.blocks if blocks else self._ledger.pieces
-                assert have <= max(pool.capacity, pool.limit or 0)
-                for sequence in sequences:
-                    holding = sequence.layer_holding(layer)
-                    ids = holding.block_ids if blocks else holding.piece_ids
-                    assert all(number < have for number in ids)
+        self._layers.check(sequences, self._ledger)
 
     def layout(self, layer: int) -> RecordLayout | None:
         """The layer's record layout; None before its first append."""

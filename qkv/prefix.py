@@ -31,6 +31,7 @@ class Namespace:
     format     id of the format; layout_version: that of its records
     rope       rotary settings that differ from the weights' own; adapter: LoRA and the like, a fingerprint
     shard      the part of the model held here; numerics: what else changes K and V (a prompt's chunks, a kernel)
+    tokenizer  a fingerprint: other words for the same ids are other prompts
     salt       a tenant's secret: two salts never share. Not printed.
     Raises InputError.
     """
@@ -45,12 +46,13 @@ class Namespace:
     adapter: str = ""
     shard: str = ""
     numerics: str = ""
+    tokenizer: str = ""
     salt: str = field(default="", repr=False)
 
     def __post_init__(self) -> None:
         for name in ("layout_version", "block_tokens", "sink_tokens"):
             _whole(name, getattr(self, name), 0 if name == "sink_tokens" else 1)
-        for name in ("weights", "format", "rope", "adapter", "shard", "numerics", "salt"):
+        for name in ("weights", "format", "rope", "adapter", "shard", "numerics", "tokenizer", "salt"):
             if not isinstance(getattr(self, name), str):
                 raise InputError(f"namespace {name}: got {type(getattr(self, name)).__name__}, wanted a str")
         for name in ("weights", "format"):

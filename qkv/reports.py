@@ -13,6 +13,18 @@ Row = tuple[Kind, bytes, bytes, int, str, bytes, bytes]  # an Event without its 
 
 
 @dataclass(frozen=True)
+class Memory:
+    """Bytes that a manager's tensors occupy, all layers and sequences."""
+
+    records: int
+    exact: int
+
+    @property
+    def total(self) -> int:
+        return self.records + self.exact
+
+
+@dataclass(frozen=True)
 class Match:
     """What `acquire` would find now. Sink tokens count with the first block, as exact K and V on the device.
 

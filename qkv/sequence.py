@@ -8,7 +8,7 @@ until then `Growth` holds what will be, and dropping it undoes the step.
 """
 
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -92,6 +92,14 @@ class Growth:
     done: set[int] = field(default_factory=set)
 
 
+class Arrivals(Protocol):
+    """What a sequence knows of a load (qkv/storing.py)."""
+
+    def arrive(self, layer: int) -> None: ...
+    def arrive_all(self) -> None: ...
+    def stop(self) -> None: ...
+
+
 @dataclass(eq=False)
 class Sequence:
     """A handle from `KVManager.open` or `fork`; only the manager changes it."""
@@ -103,12 +111,21 @@ class Sequence:
     prefix: Prefix | None = None  # names of its blocks; None: it shares nothing by name
     published: int = 0  # blocks that have been offered under their names
     seconds: float = 0.0  # that steps have taken since
+    loading: "Arrivals | None" = None  # layers that are on their way from a store
     spent: float = 0.0  # that steps have taken for what it holds
 
     @property
     def block_ids(self) -> tuple[int, ...]:
         """Blocks sealed in every layer, oldest first."""
         return self.holding.block_ids
+
+    def arrive(self, layer: int | None = None) -> None:
+        """Wait for a layer that is on its way from a store; None: for all. Raises LayerLost."""
+        if self.loading is not None:
+            if layer is None:
+                self.loading.arrive_all()
+            else:
+                self.loading.arrive(layer)
 
     def layer_holding(self, layer: int) -> Holding:
         """What the sequence holds in one layer, in the middle of a step too."""

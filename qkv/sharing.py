@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 
 from qkv.errors import InputError
 from qkv.ledger import Ledger
-from qkv.prefix import Prefix
+from qkv.prefix import Namespace, Prefix
 from qkv.reports import Match
 from qkv.sequence import Counts, Holding, Sequence
 from qkv.spec import BLOCK_TOKENS
@@ -187,3 +187,16 @@ class Sharing:
             self._behind[checkpoint.parent] = behind
         self._pieces.release(list(checkpoint.holding.piece_ids))
         self._blocks.release(list(checkpoint.private))
+
+
+def check_namespace(namespace: Namespace, ledger: Ledger, format_id: str) -> None:
+    """Raises InputError unless sequences of this manager may be found under names of this namespace."""
+    if ledger.window is not None:
+        raise InputError("namespace: this manager drops what its window has passed, so it shares by `fork` only")
+    for name, got, wanted in (
+        ("block_tokens", namespace.block_tokens, BLOCK_TOKENS),
+        ("sink_tokens", namespace.sink_tokens, ledger.sink_tokens),
+        ("format", namespace.format, format_id),
+    ):
+        if got != wanted:
+            raise InputError(f"namespace {name}: got {got!r}, wanted {wanted!r}, this manager's")

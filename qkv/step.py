@@ -82,6 +82,7 @@ class Step:
                 f"append: layer {layer} got {k.shape[1]} tokens, wanted {self.tokens[row]}, as the step says; append "
                 "as many, or abort the step"
             )
+        self.sequences[row].arrive(layer)
         capacity = self._ledger.blocks.capacity, self._ledger.pieces.capacity
         self._layers.write(layer, self._before[row], self._growths[row], k, v, capacity)
 
@@ -137,6 +138,7 @@ class Step:
             whole = len(self.tokens) == 1
             own_q, own_k, own_v = ((x if whole else x[run]).transpose(0, 1) for x in (q, k, v))
             queries.append(own_q)
+            self.sequences[row].arrive(layer)
             if count == 1:
                 self.write(layer, row, own_k, own_v)
                 layout = self._layers.layouts[layer]

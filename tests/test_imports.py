@@ -33,6 +33,7 @@ RANKS = {
     "manager": 40,
     "usage": 38,
     "step": 38,
+    "storing": 38,
     "sharing": 37,
     "layers": 36,
     "ledger": 35,

@@ -11,7 +11,7 @@ import torch
 from qkv import ops
 from qkv.errors import FormatError, ShapeError
 from qkv.formats import get_format, list_formats, record
-from qkv.spec import BLOCK_TOKENS, LayerSpec, MODEL_DTYPES, PIECE_TOKENS, RecordLayout
+from qkv.spec import BLOCK_TOKENS, MODEL_DTYPES, PIECE_TOKENS, LayerSpec, RecordLayout
 
 pytest.importorskip("numba", reason="numba is not installed")
 from qkv.kernels import seal_numba  # needs numba
