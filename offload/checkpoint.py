@@ -66,7 +66,7 @@ def header_of(prefix: Prefix, blocks: int, tail_tokens: int, sizes: "Sizes", sec
     return Header(
         namespace=space.root.hex(),
         parent="",
-        end=prefix.keys[blocks - 1].hex(),
+        end=prefix.keys[blocks - 1].hex() if blocks else "",
         first_block=0,
         sink_tokens=space.sink_tokens,
         tail_tokens=tail_tokens,
@@ -77,6 +77,7 @@ def header_of(prefix: Prefix, blocks: int, tail_tokens: int, sizes: "Sizes", sec
         summary_bytes=(0,) * len(sizes.records),
         seconds=seconds,
         created_by=CREATED_BY,
+        about=space.told(),
         keys=tuple(prefix.keys[:blocks]),
         tokens=ids_of(prefix, 0, blocks, tail_tokens),
     )

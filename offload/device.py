@@ -26,12 +26,11 @@ class DeviceTier:
         self._layers[layer] = grown
         return grown
 
-    def copy_row(self, source: int, target: int, capacity: int) -> None:
-        """Copy one row to another in every layer that has rows, grown to `capacity` first where needed."""
-        for layer, rows in enumerate(self._layers):
-            if rows is not None:
-                grown = self.reserve(layer, capacity, rows.shape[1], rows.device)
-                grown[target] = grown[source]
+    def copy_row(self, layer: int, source: int, target: int) -> None:
+        """Copy one row of a layer to another; both are there."""
+        rows = self._layers[layer]
+        assert rows is not None
+        rows[target] = rows[source]
 
     @property
     def nbytes(self) -> int:

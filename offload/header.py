@@ -44,6 +44,7 @@ class Header:
     tail_content  SHA-256 of what stands in the tail (Prefix.tail)
     record_bytes, sink_bytes, tail_bytes, summary_bytes  one number a layer; summary_bytes is of one block, and 0 so far
     seconds       of prefill that its blocks took
+    about         the namespace's fields but for its salt, JSON; `namespace` decides
     """
 
     namespace: str
@@ -59,6 +60,7 @@ class Header:
     summary_bytes: tuple[int, ...]
     seconds: float
     created_by: str
+    about: str
     keys: tuple[bytes, ...]
     tokens: bytes
 

@@ -73,11 +73,6 @@ class Layers:
             self._none(layout) if new is None else torch.stack(new),
         )
 
-    def copy_pieces(self, copies: list[tuple[int, int]], capacity: int) -> None:
-        """The bytes of pieces to other pieces, in every layer."""
-        for source, target in copies:
-            self.exact.copy_row(source, target, capacity)
-
     def write(
         self, layer: int, before: Holding, growth: Growth, k: torch.Tensor, v: torch.Tensor, capacity: tuple[int, int]
     ) -> None:
@@ -92,6 +87,8 @@ class Layers:
         if self.budget is not None:  # at full size at once: growing would hold old and new for a moment
             capacity = self.budget.num_blocks, self.budget.num_pieces
         self.exact.reserve(layer, capacity[1], PIECE_TOKENS * spec.token_bytes, spec.device)
+        for source, target in growth.copies:
+            self.exact.copy_row(layer, source, target)
         pieces = self._pieces(layer, layout)
         if growth.to_sink or growth.to_seal:  # rarely in decoding
             for name, x in (("k", k), ("v", v)):

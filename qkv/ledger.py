@@ -12,7 +12,6 @@ from qkv.sequence import PIECES_A_BLOCK, Counts, Growth, Holding, Sequence, piec
 from qkv.spec import BLOCK_TOKENS, PIECE_TOKENS
 
 WINDOW_SLACK = BLOCK_TOKENS  # tokens kept behind a window, so that a rejected draft can be cropped
-Copies = list[tuple[int, int]]  # pieces whose bytes go to another piece before it is written
 
 
 class Ledger:
@@ -36,7 +35,7 @@ class Ledger:
         to_seal = max(0, (waiting - self.tail_tokens) // BLOCK_TOKENS)
         return Counts(sink + to_sink, sealed + to_seal, waiting - to_seal * BLOCK_TOKENS), to_sink, to_seal
 
-    def begin(self, sequence: Sequence, tokens: int) -> Copies:
+    def begin(self, sequence: Sequence, tokens: int) -> None:
         """Open a step of `tokens` in every layer with the ids it needs. Raises OutOfBlocks; then nothing changed."""
         held = self._slide(sequence.holding)
         after, to_sink, to_seal = self.counts_after(held, tokens)
@@ -66,8 +65,7 @@ class Ledger:
         before, kept = sequence.holding, set(holding.piece_ids)
         dropped = list(before.block_ids[: len(before.block_ids) - len(held.block_ids)])
         dropped_pieces = [piece for piece in before.piece_ids if piece not in kept]
-        sequence.growth = Growth(tokens, holding, to_sink, to_seal, fresh, pieces, dropped, dropped_pieces)
-        return copies
+        sequence.growth = Growth(tokens, holding, to_sink, to_seal, fresh, pieces, dropped, dropped_pieces, copies)
 
     def commit(self, sequence: Sequence) -> None:
         """The last layer is done: the sequence holds what the step made."""
@@ -176,10 +174,11 @@ class Ledger:
         self.pieces.check(pieces)
 
 
-def settled(sequence: Sequence, verb: str) -> int:
-    """The length, between steps. Raises ShapeError in the middle of one."""
+def settled(sequence: Sequence, verb: str, arrive: bool = True) -> int:
+    """The length, between steps and, if `arrive`, with every layer in place. Raises ShapeError in the middle of one."""
     held, growth = sequence.holding.tokens, sequence.growth
-    sequence.arrive()
+    if arrive:
+        sequence.arrive()
     if growth is not None:
         raise ShapeError(
             f"{verb}: layers hold {held} to {growth.after.tokens} tokens; finish the step in every layer first, or "

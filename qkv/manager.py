@@ -20,7 +20,7 @@ from qkv.prefix import Namespace, Prefix
 from qkv.reports import Cost, Match, Usage
 from qkv.reports import Memory as Memory
 from qkv.sequence import Sequence
-from qkv.sharing import Sharing, check_namespace
+from qkv.sharing import Sharing
 from qkv.spec import BLOCK_TOKENS, AttendOptions, Format, KVView, LayerSpec, RecordLayout
 from qkv.step import Step
 from qkv.usage import cost, usage
@@ -101,7 +101,7 @@ class KVManager:
         """
         prefix = None
         if namespace is not None:
-            check_namespace(namespace, self._ledger, self.format.id)
+            self._sharing.check_namespace(namespace, self.format.id)
             given = () if tokens is None else tokens
             prefix = Prefix(namespace, given, tail_tokens=self.tail_tokens, extra=extra)
         elif tokens is not None:
@@ -114,9 +114,14 @@ class KVManager:
         self._sequences[sequence.id] = sequence
         return sequence
 
-    def name_tokens(self, sequence: Sequence, tokens: Any) -> None:
-        """More token ids behind those known, so that later blocks can be found too. Raises InputError."""
+    def name_tokens(self, sequence: Sequence, tokens: Any, namespace: Namespace | None = None) -> None:
+        """More token ids behind those known, so that later blocks can be found too. Raises InputError.
+
+        namespace: for a sequence opened without one, or of another; `tokens` then are all of its tokens.
+        """
         self._mine(sequence)
+        if namespace is not None and (sequence.prefix is None or sequence.prefix.namespace != namespace):
+            self._sharing.begin_names(sequence, namespace, self.format.id)
         if sequence.prefix is None:
             raise InputError(f"sequence {sequence.id} has no names: it was opened without a namespace, or cropped")
         sequence.prefix.extend(tokens)
@@ -149,18 +154,19 @@ class KVManager:
             raise InputError("save: this manager has no store; attach one first")
         return self._storing.save(sequence)
 
-    def restore(self, tokens: Any, namespace: Namespace) -> Sequence | None:
-        """A sequence with all of `tokens`, or the most of them that the store has; None: it has none.
+    def restore(self, tokens: Any, namespace: Namespace, *, left: int = 0) -> Sequence | None:
+        """A sequence with the most of `tokens`, but for the last `left`, that the store has; None: it has none.
 
         Layers may be on their way: using one waits for it, and raises LayerLost if it cannot be had; close it then.
         """
         if self._storing is None:
             raise InputError("restore: this manager has no store; attach one first")
         sequence = self.open(namespace=namespace)
-        self._storing.offer(sequence, Prefix(namespace, tokens, tail_tokens=self.tail_tokens), left=0)
-        if not sequence.holding.tokens:
-            self.close(sequence)
-        return None if sequence.closed else sequence
+        self._storing.offer(sequence, Prefix(namespace, tokens, tail_tokens=self.tail_tokens), left)
+        if sequence.holding.tokens:
+            return sequence
+        self.close(sequence)
+        return None
 
     def match(self, tokens: Any, namespace: Namespace, *, extra: Any = None, reuse: str = "same") -> Match:
         """What `open` would find: tokens by tier, tokens left, bytes, seconds. Changes nothing."""
@@ -304,8 +310,11 @@ class KVManager:
     def fork(self, sequence: Sequence) -> Sequence:
         """A second sequence with the same tokens. Shares every record and exact piece; who writes to one copies it."""
         self._mine(sequence)
-        settled(sequence, "fork")
+        settled(sequence, "fork", arrive=False)
         twin = self.open()
+        if sequence.loading is not None:
+            sequence.loading.share()
+            twin.loading = sequence.loading
         self._ledger.share(sequence, twin)
         twin.prefix, twin.published = sequence.prefix and sequence.prefix.copy(), sequence.published
         twin.spent = sequence.spent
@@ -332,9 +341,7 @@ class KVManager:
         """Raises ShapeError where `crop` would. Changes nothing."""
         have, least = settled(sequence, "crop"), self._ledger.shortest(sequence)
         if not 0 <= length <= have or 0 < length < least:
-            stored = (
-                f"0 to {have}, the tokens stored" if not least else f"0, or {least} to {have}, what the window keeps"
-            )
+            stored = f"0, or {least} to {have}, what the window keeps" if least else f"0 to {have}, the tokens stored"
             raise ShapeError(f"crop: got length {length}, wanted {stored}")
 
     def close(self, sequence: Sequence) -> None:
@@ -344,7 +351,7 @@ class KVManager:
         if sequence.growth is not None:
             raise ShapeError(f"close: sequence {sequence.id} is in a planned step; finish that, or abort it")
         if sequence.loading is not None:
-            sequence.loading.stop()
+            sequence.loading.leave()
         self._ledger.close(sequence)
         sequence.closed = True
         del self._sequences[sequence.id]
@@ -358,14 +365,13 @@ class KVManager:
         holdings = [h for s in sequences for h in (s.holding, s.growth.after if s.growth else s.holding)]
         blocks = len({block for holding in holdings for block in holding.block_ids})
         pieces = len({piece for holding in holdings for piece in holding.piece_ids})
-        block_bytes, piece_bytes = self._layers.row_bytes
-        return Memory(blocks * block_bytes, pieces * piece_bytes)
+        of_block, of_piece = self._layers.row_bytes
+        return Memory(blocks * of_block, pieces * of_piece)
 
     def stats(self) -> Usage:
         """Bytes by kind, in use and free, and how full they are. See `pool.stats()` for blocks by state and hits."""
-        allocated = self.memory()
-        sequences = list(self._sequences.values())
-        return usage(self._sharing, sequences, self._layers.row_bytes, (allocated.records, allocated.exact))
+        held, sequences = self.memory(), list(self._sequences.values())
+        return usage(self._sharing, sequences, self._layers.row_bytes, (held.records, held.exact))
 
     def cost(self, sequence: Sequence) -> Cost:
         """What closing the sequence would give back, and the measured seconds of work that would be lost with it.

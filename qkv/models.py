@@ -123,11 +123,11 @@ def load(name_or_path: str | Path, dtype: Any = "auto", progress: Progress | Non
     _require("torch", "transformers")
     wanted = _torch_dtype(dtype)
     folder = _locate(name_or_path, progress or _ignore)
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoModelForCausalLM
 
     with _quiet_and_offline():
         try:
-            tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+            tokenizer = _tokenizer(folder)
             model, report = AutoModelForCausalLM.from_pretrained(
                 folder, dtype=wanted, local_files_only=True, output_loading_info=True
             )
@@ -136,6 +136,18 @@ def load(name_or_path: str | Path, dtype: Any = "auto", progress: Progress | Non
     if missing := sorted(report["missing_keys"]):
         raise ModelNotFound(f"{folder} lacks {len(missing)} of the model's weights, such as {missing[0]}")
     return model.eval(), tokenizer
+
+
+def _tokenizer(folder: Path) -> Any:
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+    try:
+        return AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    except ValueError as exc:
+        if "TokenizersBackend" not in str(exc):
+            raise
+        # transformers 5 saves its general class under a name that 4.57 does not know
+        return PreTrainedTokenizerFast.from_pretrained(folder, local_files_only=True)
 
 
 def _locate(name_or_path: str | Path, progress: Progress) -> Path:

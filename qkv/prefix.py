@@ -7,6 +7,7 @@ A key says everything before it, so equal keys mean an equal prefix, sink includ
 exactly that sink. Keys never involve Python's hash(): they are the same in every process. Imports no torch.
 """
 
+import json
 import sys
 from array import array
 from collections.abc import Iterable, Mapping
@@ -78,6 +79,10 @@ class Namespace:
         if isinstance(geometry, list | tuple):
             geometry = tuple(tuple(layer) if isinstance(layer, list) else layer for layer in geometry)
         return cls(**{**values, "geometry": geometry})
+
+    def told(self) -> str:
+        """JSON of every field but the salt: to show, and to say in what two namespaces differ."""
+        return json.dumps({f.name: getattr(self, f.name) for f in fields(self) if f.name != "salt"}, sort_keys=True)
 
     @cached_property
     def root(self) -> bytes:

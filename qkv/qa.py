@@ -8,13 +8,17 @@ import time
 from collections.abc import Callable
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
+from qkv.backends.identity import namespace_of
 from qkv.backends.transformers import QKVCache, cache_argument, enable
-from qkv.errors import InputError
+from qkv.errors import InputError, LayerLost, StoreFull
 from qkv.spec import Format
+
+if TYPE_CHECKING:
+    from qkv.offload.disk import DiskStore
 
 DOCUMENT_PROMPT = "Read the following document and answer the question about it.\n\n{document}\n\n"
 QUESTION_PROMPT = "Answer with a short phrase copied from the document. Question: {question}"
@@ -46,15 +50,29 @@ class DocumentQA:
     """A model, a document in one format's cache, and `ask`. Greedy decoding, batch of one.
 
     on_progress(done, total) is called after each layer of the document's pass.
+    store: the document's cache is taken from there if it is there, and kept there if not. `notes` says what went wrong
+    with it: an answer never fails for the store's sake.
     Raises InputError if the document does not fit the model's context; FormatError, UnsupportedModel.
     """
 
-    def __init__(self, model: Any, tokenizer: Any, name: str, format: Format, max_new_tokens: int = 48) -> None:
+    def __init__(
+        self,
+        model: Any,
+        tokenizer: Any,
+        name: str,
+        format: Format,
+        max_new_tokens: int = 48,
+        store: "DiskStore | None" = None,
+    ) -> None:
         if max_new_tokens < 1:
             raise InputError(f"max-new-tokens: got {max_new_tokens}, wanted at least 1")
         enable(model)
         self.model, self.tokenizer, self.name, self.format = model, tokenizer, name, format
-        self.max_new_tokens = max_new_tokens
+        self.max_new_tokens, self.store = max_new_tokens, store
+        self.notes: list[str] = []
+        self._ids_read = torch.zeros(1, 0, dtype=torch.int64)
+        self._restored = 0  # tokens of the document that came from the store
+        self._asked = False
         self._argument = cache_argument(model)
         self._suffix = ""
         self._prefix_seconds = 0.0
@@ -66,15 +84,46 @@ class DocumentQA:
         if not document.strip():
             raise InputError("document: got no text, wanted at least one word")
         before, self._suffix = self._prompt(document)
-        ids = self._ids(before)
-        self.prefix_tokens = ids.shape[1]
+        self._ids_read = self._ids(before)
+        self.prefix_tokens = self._ids_read.shape[1]
         self._hold_to_context(self.prefix_tokens + self.max_new_tokens, "document and answer")
         self.cache = QKVCache(self.model.config, self.format)
+        self._restored, self._asked = 0, False
+        if self.store is not None:
+            self.cache.attach(self.store, namespace_of(self.model, self.cache.manager, self.tokenizer))
         began = time.perf_counter()
+        if self.store is not None:
+            self._restored = self.cache.restore(self._ids_read, left=0, wait=False)
         with _layer_progress(self.model, on_progress):
-            self._forward(ids, self.cache)
+            self._compute()
         self._prefix_seconds = time.perf_counter() - began
-        self._reused = 0
+        self._keep()
+
+    def _compute(self) -> None:
+        """The document's tokens that the store did not have."""
+        assert self.cache is not None
+        try:
+            if self._restored < self.prefix_tokens:
+                self._forward(self._ids_read[:, self._restored :], self.cache)
+        except LayerLost as error:
+            self._lose(error)
+            self._forward(self._ids_read, self.cache)
+
+    def _lose(self, error: LayerLost) -> None:
+        """A stored layer cannot be had: the document is to be computed, from its first token on."""
+        assert self.cache is not None
+        self.notes.append(f"the stored document is of no use and is read again: {error}")
+        self.cache.reset()
+        self._restored = 0
+
+    def _keep(self) -> None:
+        assert self.cache is not None
+        if self.store is None or self.store.readonly or self._restored == self.prefix_tokens:
+            return
+        try:
+            self.cache.persist(self._ids_read)
+        except (StoreFull, InputError, LayerLost, OSError) as error:
+            self.notes.append(f"the document was not stored: {error}")
 
     def check(self, question: str) -> int:
         """Tokens of document and question. Raises InputError for an empty question or one that does not fit."""
@@ -89,9 +138,16 @@ class DocumentQA:
         assert self.cache is not None, "read a document first"
         prompt_tokens = self.check(question)
         ids = self._question_ids(question)
-        cache = self.cache if last else self.cache.fork()
         began = time.perf_counter()
-        token = int(self._forward(ids, cache)[0, -1].argmax())
+        try:
+            cache = self.cache if last else self.cache.fork()
+            token = int(self._forward(ids, cache)[0, -1].argmax())
+        except LayerLost as error:
+            self._lose(error)
+            self._compute()
+            self._keep()
+            cache = self.cache if last else self.cache.fork()
+            token = int(self._forward(ids, cache)[0, -1].argmax())
         first = time.perf_counter()
         made = self._decode(token, cache, on_text)
         seconds = time.perf_counter() - first
@@ -106,11 +162,11 @@ class DocumentQA:
             kv_bytes=held,
             kv_bytes_exact=exact,
             bits_per_value=held / exact * self.model.dtype.itemsize * 8,
-            ttft_s=first - began + (0.0 if self._reused else self._prefix_seconds),
+            ttft_s=first - began + (0.0 if self._asked else self._prefix_seconds),
             decode_tokens_per_s=(len(made) - 1) / seconds if len(made) > 1 else 0.0,
-            prefix_tokens_reused=self._reused,
+            prefix_tokens_reused=self.prefix_tokens if self._asked else self._restored,
         )
-        self._reused = self.prefix_tokens
+        self._asked = True
         if not last:
             cache.reset()
         return answer

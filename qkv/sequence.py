@@ -78,6 +78,7 @@ class Growth:
     to_sink, to_seal  of the new tokens, how many join the sink; how many blocks each layer seals
     fresh, fresh_pieces  ids that this step has allocated
     dropped, dropped_pieces  ids that `after` does without
+    copies     pieces whose bytes each layer copies to another before it writes
     done       layers that have written their part; the step's own set
     """
 
@@ -89,15 +90,19 @@ class Growth:
     fresh_pieces: list[int]
     dropped: list[int]
     dropped_pieces: list[int]
+    copies: list[tuple[int, int]]
     done: set[int] = field(default_factory=set)
 
 
 class Arrivals(Protocol):
     """What a sequence knows of a load (qkv/storing.py)."""
 
+    complete: bool
+
     def arrive(self, layer: int) -> None: ...
     def arrive_all(self) -> None: ...
-    def stop(self) -> None: ...
+    def share(self) -> None: ...
+    def leave(self) -> None: ...
 
 
 @dataclass(eq=False)
@@ -126,6 +131,8 @@ class Sequence:
                 self.loading.arrive_all()
             else:
                 self.loading.arrive(layer)
+            if self.loading.complete:
+                self.loading = None
 
     def layer_holding(self, layer: int) -> Holding:
         """What the sequence holds in one layer, in the middle of a step too."""

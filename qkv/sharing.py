@@ -50,6 +50,26 @@ class Sharing:
             bytes, tuple[Checkpoint, ...]
         ] = {}  # by parent; tuples, for `match` may come from any thread
 
+    def check_namespace(self, namespace: Namespace, format_id: str) -> None:
+        """Raises InputError unless sequences of this manager may be found under names of this namespace."""
+        ledger = self.ledger
+        if ledger.window is not None:
+            raise InputError("namespace: this manager drops what its window has passed, so it shares by `fork` only")
+        for name, got, wanted in (
+            ("block_tokens", namespace.block_tokens, BLOCK_TOKENS),
+            ("sink_tokens", namespace.sink_tokens, ledger.sink_tokens),
+            ("format", namespace.format, format_id),
+        ):
+            if got != wanted:
+                raise InputError(f"namespace {name}: got {got!r}, wanted {wanted!r}, this manager's")
+
+    def begin_names(self, sequence: Sequence, namespace: Namespace, format_id: str) -> None:
+        """Names for a sequence that has none, or others; its tokens' ids come next. Raises InputError."""
+        self.check_namespace(namespace, format_id)
+        if any(length < BLOCK_TOKENS for length in sequence.holding.block_lengths):
+            raise InputError(f"sequence {sequence.id} was cropped inside a block; its blocks cannot be named")
+        sequence.prefix, sequence.published = Prefix(namespace, tail_tokens=self.ledger.tail_tokens), 0
+
     def publish(self, sequence: Sequence) -> None:
         """Let the sequence's blocks that are complete in every layer, and have names, be found."""
         prefix, counts = sequence.prefix, sequence.holding.counts
@@ -187,16 +207,3 @@ class Sharing:
             self._behind[checkpoint.parent] = behind
         self._pieces.release(list(checkpoint.holding.piece_ids))
         self._blocks.release(list(checkpoint.private))
-
-
-def check_namespace(namespace: Namespace, ledger: Ledger, format_id: str) -> None:
-    """Raises InputError unless sequences of this manager may be found under names of this namespace."""
-    if ledger.window is not None:
-        raise InputError("namespace: this manager drops what its window has passed, so it shares by `fork` only")
-    for name, got, wanted in (
-        ("block_tokens", namespace.block_tokens, BLOCK_TOKENS),
-        ("sink_tokens", namespace.sink_tokens, ledger.sink_tokens),
-        ("format", namespace.format, format_id),
-    ):
-        if got != wanted:
-            raise InputError(f"namespace {name}: got {got!r}, wanted {wanted!r}, this manager's")

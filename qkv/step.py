@@ -14,7 +14,6 @@ import torch
 from qkv import ops
 from qkv.errors import OutOfBlocks, ShapeError
 from qkv.layers import AXES, Layers
-from qkv.ledger import Copies
 from qkv.sequence import Growth, Holding, Sequence
 from qkv.shapes import check
 from qkv.sharing import Sharing
@@ -34,7 +33,7 @@ class Step:
         self._growths: list[Growth] = []
         try:
             for sequence, count in zip(sequences, tokens, strict=True):
-                layers.copy_pieces(self._begin(sequence, count), ledger.pieces.capacity)
+                self._begin(sequence, count)
                 assert sequence.growth is not None
                 sequence.growth.done = self.done
                 self._growths.append(sequence.growth)
@@ -108,11 +107,12 @@ class Step:
             for sequence in self.sequences:
                 self._ledger.abort(sequence)
 
-    def _begin(self, sequence: Sequence, tokens: int) -> Copies:
+    def _begin(self, sequence: Sequence, tokens: int) -> None:
         """Checkpoints make room before a step is refused."""
         while True:
             try:
-                return self._ledger.begin(sequence, tokens)
+                self._ledger.begin(sequence, tokens)
+                return
             except OutOfBlocks:
                 if not self._sharing.forget():
                     raise

@@ -161,7 +161,9 @@ class Loading:
 
     def __init__(self, storing: Storing, sequence: Sequence, found: Found, layouts: list[RecordLayout]) -> None:
         self._storing, self._sequence, self._found = storing, sequence, found
-        self._layouts, self._arrived = layouts, 0
+        self._layouts, self._arrived, self._users = layouts, 0, 1
+        self.complete = False
+        self._holding = sequence.holding
         self._lost: LayerLost | None = None
         first, last = found.chain[0][0].header, found.last
         self._parts = [
@@ -183,22 +185,28 @@ class Loading:
             except LayerLost as error:
                 self._lost = error
                 self._storing.failed(error, self._found)
-                self.stop()
+                self.prefetch.stop()
                 raise
             self._place(self._arrived, slab)
             self.prefetch.done(slab)
             self._arrived += 1
-        if self._arrived == len(self._parts):
-            self._sequence.loading = None
+        if self._arrived == len(self._parts) and not self.complete:
+            self.complete = True
             self._storing.publish(self._sequence)
 
     def arrive_all(self) -> None:
         """As `arrive`, for every layer."""
         self.arrive(len(self._parts) - 1)
 
-    def stop(self) -> None:
-        """Read no further. The reader closes the files, if it ever ends."""
-        self.prefetch.stop()
+    def share(self) -> None:
+        """One more sequence waits for these layers."""
+        self._users += 1
+
+    def leave(self) -> None:
+        """One sequence less; without any, nothing more is read. The reader closes the files, if it ever ends."""
+        self._users -= 1
+        if not self._users:
+            self.prefetch.stop()
 
     def _place(self, layer: int, slab: memoryview) -> None:
         sink, records, tail = self._parts[layer]
@@ -206,7 +214,7 @@ class Loading:
         storing, parts = self._storing, torch.split(data, [sink, records, tail])
         pools = storing._sharing.ledger
         capacity = pools.blocks.capacity, pools.pieces.capacity
-        storing._layers.place(layer, self._layouts[layer], self._sequence.holding, parts, capacity)
+        storing._layers.place(layer, self._layouts[layer], self._holding, parts, capacity)
 
 
 def _read(found: Found, parts: list[tuple[int, int, int]], seconds: float, layer: int, slab: memoryview) -> None:

@@ -88,7 +88,7 @@ def test_each_sequence_gets_what_it_gets_alone() -> None:
 SITES = [
     (ops, "attend_many"), (ops, "store_tokens"), (ops, "seal"), (ops, "check_finite"), (DeviceTier, "reserve"),
     (DeviceTier, "copy_row"), (BlockPool, "allocate"), (Ledger, "begin"), (Layers, "view"), (Layers, "write"),
-    (Layers, "bind"), (Layers, "copy_pieces"), (Step, "finish"),
+    (Layers, "bind"), (Step, "finish"),
 ]  # fmt: skip
 
 

@@ -39,6 +39,11 @@ class Rows:
                 f"batch: got {count} rows, wanted the {len(self.sequences)} of this cache; use one cache a batch"
             )
 
+    def adopt(self, sequence: Sequence) -> None:
+        """The sequence is the only row; there was none."""
+        self.sequences = [sequence]
+        self.widths = [sequence.holding.tokens] * len(self.widths)
+
     def recover(self) -> None:
         """Between steps: take back one that never reached every layer.
 

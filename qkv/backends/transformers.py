@@ -11,7 +11,7 @@ tokens, then commits them. Without `enable`, any attention gets dequantised tens
 import copy
 import inspect
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import transformers
@@ -19,13 +19,17 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 
 from qkv.account import Line, account
-from qkv.backends import attention
+from qkv.backends import attention, persistence
 from qkv.backends.layer import QKVLayer
 from qkv.backends.rows import Rows
-from qkv.errors import ShapeError, UnsupportedModel
+from qkv.errors import InputError, ShapeError, UnsupportedModel
 from qkv.formats import get_format
 from qkv.manager import KVManager, Memory
+from qkv.prefix import Namespace
 from qkv.spec import Format, LayerSpec, RecordLayout
+
+if TYPE_CHECKING:
+    from qkv.offload.disk import DiskStore
 
 NAME = "qkv"
 _V4 = transformers.__version__.startswith("4.")
@@ -83,6 +87,7 @@ class QKVCache(Cache):  # type: ignore[misc]  # transformers is untyped here
         self.manager = KVManager(len(served), chosen, sink_tokens=sink_tokens, tail_tokens=tail_tokens, window=window)
         _hold_to_format(config, chosen)
         self.rows = Rows(self.manager, alone=len(served) == len(layers))
+        self._namespace: Namespace | None = None
         for index, layer in enumerate(served):
             layers[layer] = QKVLayer(self.rows, index)
         super().__init__(layers=layers)
@@ -129,6 +134,7 @@ class QKVCache(Cache):  # type: ignore[misc]  # transformers is untyped here
         self._settle()
         twin: QKVCache = QKVCache.__new__(QKVCache)
         twin.manager, twin.rows, twin._reasons = self.manager, self.rows.fork(), self._reasons
+        twin._namespace = self._namespace
         layers = [
             layer.fork(twin.rows) if isinstance(layer, QKVLayer) else copy.deepcopy(layer) for layer in self.layers
         ]
@@ -166,19 +172,53 @@ class QKVCache(Cache):  # type: ignore[misc]  # transformers is untyped here
         self.rows.select(torch.arange(len(self.rows.sequences)).repeat_interleave(repeats))
         self._others("batch_repeat_interleave", repeats)
 
+    def attach(self, store: "DiskStore", namespace: Namespace) -> None:
+        """Let `restore` and `persist` use a store. namespace: from `qkv.backends.identity.namespace_of`.
+
+        Raises UnsupportedModel where transformers holds some of the layers, or a window drops blocks.
+        """
+        if not self.rows.alone or self.manager.window is not None:
+            raise UnsupportedModel("layers that slide, or that transformers holds, cannot be kept in a store")
+        self.manager.attach(store)
+        self._namespace = namespace
+
+    def restore(self, ids: Any, *, left: int = 1, wait: bool = True) -> int:
+        """Fill this empty cache with what the store has of the tokens `ids` [T] or [1, T]; returns how many that is.
+
+        left  newest tokens to leave: `generate(ids)` needs 1 to compute
+        wait  return when every layer is there and proven; whatever fails is a miss. False: layers arrive while earlier
+              ones are computed, and one that is lost raises LayerLost out of the forward pass; reset() and start again
+        Raises InputError (the cache holds tokens; no store).
+        """
+        return persistence.restore(self, ids, self._identity(), left, wait)
+
+    def persist(self, ids: Any) -> str:
+        """Store where this cache stands; ids [T] or [1, T]: its tokens. Returns the segment's name.
+
+        Waits for the disk. Raises InputError (several rows, padding, other ids, under one block), StoreFull, OSError.
+        """
+        self._settle()
+        return self.manager.save(persistence.named(self, ids, self._identity()))
+
+    def _identity(self) -> Namespace:
+        if self._namespace is None:
+            raise InputError("cache: it has no store; attach one first")
+        return self._namespace
+
     def reset(self) -> None:
         """Forget every row; the cache can be used again."""
-        for layer in self._own():
+        for layer in self.own_layers():
             layer.pending = None
         self.rows.reset()
         self._others("reset")
 
-    def _own(self) -> list[QKVLayer]:
+    def own_layers(self) -> list[QKVLayer]:
+        """Those that qkv holds."""
         return [layer for layer in self.layers if isinstance(layer, QKVLayer)]
 
     def _settle(self) -> None:
         self.rows.recover()
-        for layer in self._own():
+        for layer in self.own_layers():
             layer.settle()
 
     def _others(self, method: str, *args: Any) -> None:
