@@ -15,6 +15,7 @@ from typing import Any
 
 from qkv.errors import CorruptSegment, ForeignSegment, InputError, StoreFull
 from qkv.offload.checkpoint import Found, Promise, behind, equal, fits, same_tokens
+from qkv.offload.export import join
 from qkv.offload.folder import Folder
 from qkv.offload.header import Header, checksum
 from qkv.offload.index import Entry, Index
@@ -72,7 +73,7 @@ class DiskStore:
         return self._folder.root
 
     def close(self) -> None:
-        """Let another process write. Found segments stay readable."""
+        """Let another process write. What was found stays readable."""
         with self._lock:
             self._index.close()
             self._folder.close()
@@ -298,6 +299,27 @@ class DiskStore:
         with self._lock:
             return self._index.every()
 
+    def segment(self, entry: Entry) -> Segment:
+        """An entry's file, open; close it. Raises InputError where it cannot be had."""
+        opened = self._open(entry.namespace, entry.name)
+        if opened is None:
+            raise InputError(f"store {self.path}: segment {entry.name} cannot be read; see `qkv store verify`")
+        return opened
+
+    def export(self, entry: Entry, path: str, progress: Callable[[int], None] = lambda done: None) -> int:
+        """Write the entry and all it stands on to one new file, verified on the way. Returns its bytes.
+
+        progress: told the bytes of each layer. Raises InputError (a part cannot be had), CorruptSegment, OSError.
+        """
+        with contextlib.ExitStack() as opened:
+            chain = [opened.enter_context(self.segment(entry))]
+            while parent := chain[0].header.parent:
+                above = self._index.get(parent)
+                if above is None:
+                    raise InputError(f"store {self.path}: segment {parent}, on which {entry.name} stands, is gone")
+                chain.insert(0, opened.enter_context(self.segment(above)))
+            return join(self.io, chain, path, self.key, progress)
+
     def disk_usage(self) -> int:
         """Bytes that the whole folder takes on the disk."""
         return self._folder.disk_usage()
@@ -335,18 +357,26 @@ class DiskStore:
                     gone += self.remove(entry.name)
             return gone
 
+    def shrink(self, limit: int) -> list[str]:
+        """Evict, leaf first, until all takes at most `limit` bytes on the disk. Returns what went. Raises OSError."""
+        with self._lock:
+            gone = []
+            while self.disk_usage() > limit and (leaf := self._index.leaf(None, [])) is not None:
+                self._evict(leaf)
+                gone.append(leaf.name)
+            return gone
+
     def _open_index(self) -> Index:
         path = self._folder.path("index.db")
         try:
             return Index(path, self.readonly)
         except sqlite3.Error:
             if self.readonly:  # none yet, or one that cannot be read: look at the heads ourselves
-                index = Index(None)
-                self._index = index
+                self._index = Index(None)
                 self._adopt(set())
-                return index
-        for name in ("index.db", "index.db-wal", "index.db-shm"):
-            discard(self.io, self._folder.path(name))
+                return self._index
+        for suffix in ("", "-wal", "-shm"):
+            discard(self.io, path + suffix)
         return Index(path)
 
     def _reconcile(self) -> None:

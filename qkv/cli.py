@@ -5,10 +5,10 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import typer
 from rich.console import Console
@@ -21,6 +21,8 @@ from qkv.budget import parse_bytes
 from qkv.errors import InputError, QkvError
 from qkv.formats import get_format, list_formats
 from qkv.spec import Format, LayerSpec, RecordLayout
+from qkv.store_commands import app as store_app
+from qkv.store_commands import open_store
 
 DEFAULT_MODEL = "qwen2.5-coder-0.5b"
 DEFAULT_FORMAT = "kivi4"
@@ -29,6 +31,7 @@ app = typer.Typer(no_args_is_help=True, add_completion=False, help="qkv: low-bit
 models_app = typer.Typer(no_args_is_help=True, help="Models that qkv knows how to get.")
 app.add_typer(models_app, name="models")
 app.add_typer(bench_app, name="bench")
+app.add_typer(store_app, name="store")
 # what is printed comes from documents and models: nothing in it is markup
 out, err = Console(markup=False, highlight=False), Console(stderr=True, markup=False, highlight=False)
 
@@ -198,6 +201,10 @@ def qa(  # noqa: PLR0913  # each is an option of the command line
     max_new_tokens: Annotated[int, typer.Option(help="Longest answer.")] = 48,
     dtype: Annotated[str, typer.Option(help="auto, bfloat16, float16 or float32.")] = "auto",
     memory: Annotated[bool, typer.Option("--memory", help="Also show where all the run's memory goes.")] = False,
+    store: Annotated[
+        Path | None, typer.Option("--store", help="Keep the document's cache in this folder; the next run reads it.")
+    ] = None,
+    store_limit: Annotated[str, typer.Option(help="Most bytes that the store may take on the disk.")] = "50GiB",
     as_json: JsonOption = False,
 ) -> None:
     """Answer questions about a .txt, .md or .pdf document over a quantised KV cache."""
@@ -210,8 +217,10 @@ def qa(  # noqa: PLR0913  # each is an option of the command line
     for question in questions:
         if not question.strip():
             raise InputError("question: got no text, wanted at least one word")
-    loaded, tokenizer = _load(model, dtype)
-    _answer(text, questions, (loaded, tokenizer, model, max_new_tokens), chosen, compare, as_json, memory)
+    with nullcontext() if store is None else open_store(store, store_limit) as kept:  # before a model is loaded
+        loaded, tokenizer = _load(model, dtype)
+        session = Session(loaded, tokenizer, model, max_new_tokens, kept)
+        _answer(text, questions, session, chosen, compare, as_json, memory)
 
 
 def _choose(format: str, k_format: str | None, v_format: str | None) -> Format:
@@ -220,10 +229,20 @@ def _choose(format: str, k_format: str | None, v_format: str | None) -> Format:
     return get_format(f"{k.k.id}/{v.v.id}") if k_format or v_format else chosen
 
 
+class Session(NamedTuple):
+    """Who answers. store: where documents that were read are kept, a DiskStore."""
+
+    model: Any
+    tokenizer: Any
+    name: str
+    max_new_tokens: int = 48
+    store: Any = None
+
+
 def _answer(
     text: str,
     questions: list[str],
-    session: tuple[Any, Any, str, int],
+    session: Session,
     format: Format,
     compare: bool,
     as_json: bool,
@@ -232,9 +251,8 @@ def _answer(
     """Read, ask, print. Returns the answers in `format`."""
     from qkv.qa import DocumentQA, divergence
 
-    loaded, tokenizer, name, max_new_tokens = session
     runs = [
-        DocumentQA(loaded, tokenizer, name, f, max_new_tokens)
+        DocumentQA(session.model, session.tokenizer, session.name, f, session.max_new_tokens, session.store)
         for f in ([format, get_format("exact")] if compare else [format])
     ]
     for run in runs:
@@ -267,10 +285,12 @@ def _answer(
             out.print()
     if not as_json:
         _print_answers(rows)
+    for note in (note for run in runs for note in run.notes):
+        err.print(f"warning: {note}", style="yellow", soft_wrap=True)
     if memory and runs[0].cache is not None:
         from qkv.stats import show_account
 
-        show_account(err if as_json else out, runs[0].cache.account(loaded))
+        show_account(err if as_json else out, runs[0].cache.account(session.model))
     return answers
 
 
@@ -301,7 +321,7 @@ def demo(
     chosen = get_format(format)
     text, pairs = documents.demo_document()
     loaded, tokenizer = _load(model, "auto")
-    answers = _answer(text, [q for q, _ in pairs], (loaded, tokenizer, model, 48), chosen, True, False)
+    answers = _answer(text, [q for q, _ in pairs], Session(loaded, tokenizer, model), chosen, True, False)
     right = sum(documents.is_correct(a.answer, expected) for a, (_, expected) in zip(answers, pairs, strict=True))
     out.print(f"{right} of {len(pairs)} answers are right; {time.perf_counter() - began:.0f} s")
     if right < len(pairs):

@@ -22,11 +22,12 @@ from qkv.reports import Memory as Memory
 from qkv.sequence import Sequence
 from qkv.sharing import Sharing
 from qkv.spec import BLOCK_TOKENS, AttendOptions, Format, KVView, LayerSpec, RecordLayout
-from qkv.step import Step
+from qkv.step import Step, check_plan
 from qkv.usage import cost, usage
 
 if TYPE_CHECKING:
     from qkv.offload.disk import DiskStore
+    from qkv.offload.onefile import OneFile
     from qkv.storing import Storing
 
 
@@ -138,31 +139,27 @@ class KVManager:
         settled(sequence, "checkpoint")
         return self._sharing.keep(sequence)
 
-    def attach(self, store: "DiskStore", *, device: str = "cpu", seconds: float = 10.0) -> None:
+    def attach(
+        self, store: "DiskStore | OneFile", *, device: str | torch.device = "cpu", seconds: float = 10.0
+    ) -> None:
         """Let `open` find what `save` has stored, in any process. seconds: most for a look-up, and for a layer."""
-        from qkv.storing import Storing  # needs xxhash, which only a store does
+        self._storing = self._storing_of(store, device, seconds)
 
-        self._storing = Storing(store, self._sharing, self._layers, torch.device(device), seconds)
-
-    def save(self, sequence: Sequence) -> str:
-        """Store where the sequence stands; returns the segment's name. Waits for the disk.
+    def save(self, sequence: Sequence, store: "OneFile | None" = None) -> str:
+        """Store where the sequence stands, in the attached store or this file; returns its name. Waits for the disk.
 
         Raises InputError (no store, no names for all its tokens), StoreFull, OSError; then nothing is stored.
         """
         self._mine(sequence)
-        if self._storing is None:
-            raise InputError("save: this manager has no store; attach one first")
-        return self._storing.save(sequence)
+        return self._stored("save", store).save(sequence)
 
     def restore(self, tokens: Any, namespace: Namespace, *, left: int = 0) -> Sequence | None:
         """A sequence with the most of `tokens`, but for the last `left`, that the store has; None: it has none.
 
         Layers may be on their way: using one waits for it, and raises LayerLost if it cannot be had; close it then.
         """
-        if self._storing is None:
-            raise InputError("restore: this manager has no store; attach one first")
-        sequence = self.open(namespace=namespace)
-        self._storing.offer(sequence, Prefix(namespace, tokens, tail_tokens=self.tail_tokens), left)
+        storing, sequence = self._stored("restore"), self.open(namespace=namespace)
+        storing.offer(sequence, Prefix(namespace, tokens, tail_tokens=self.tail_tokens), left)
         if sequence.holding.tokens:
             return sequence
         self.close(sequence)
@@ -225,17 +222,9 @@ class KVManager:
 
         Raises OutOfBlocks, ShapeError (a sequence twice, or in another step), SequenceClosed; then nothing has changed.
         """
-        if len(sequences) != len(tokens) or len({sequence.id for sequence in sequences}) != len(sequences):
-            raise ShapeError(
-                f"plan: got {len(sequences)} sequences and {len(tokens)} counts, wanted each sequence once and a count "
-                "for each"
-            )
-        for sequence, count in zip(sequences, tokens, strict=True):
+        for sequence in sequences:
             self._mine(sequence)
-            if count < 0:
-                raise ShapeError(f"plan: got {count} tokens, wanted at least 0")
-            if sequence.growth is not None:
-                raise ShapeError(f"sequence {sequence.id} is in a step already; finish that, or abort it")
+        check_plan(sequences, tokens)
         return Step(self._sharing, self._layers, sequences, tokens)
 
     def abort(self, sequence: Sequence) -> None:
@@ -392,6 +381,17 @@ class KVManager:
     def layout(self, layer: int) -> RecordLayout | None:
         """The layer's record layout; None before its first append."""
         return self._layers.layouts[self._layers.index(layer)]
+
+    def _stored(self, verb: str, store: "OneFile | None" = None) -> "Storing":
+        found = self._storing if store is None else self._storing_of(store, "cpu", 10.0)
+        if found is None:
+            raise InputError(f"{verb}: this manager has no store; attach one first")
+        return found
+
+    def _storing_of(self, store: "DiskStore | OneFile", device: str | torch.device, seconds: float) -> "Storing":
+        from qkv.storing import Storing  # needs xxhash, which only a store does
+
+        return Storing(store, self._sharing, self._layers, torch.device(device), seconds)
 
     def _mine(self, sequence: Sequence) -> None:
         if sequence.closed:

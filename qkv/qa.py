@@ -90,7 +90,9 @@ class DocumentQA:
         self.cache = QKVCache(self.model.config, self.format)
         self._restored, self._asked = 0, False
         if self.store is not None:
-            self.cache.attach(self.store, namespace_of(self.model, self.cache.manager, self.tokenizer))
+            self.cache.attach(
+                self.store, namespace_of(self.model, self.cache.manager, self.tokenizer), self.model.device
+            )
         began = time.perf_counter()
         if self.store is not None:
             self._restored = self.cache.restore(self._ids_read, left=0, wait=False)

@@ -20,6 +20,20 @@ from qkv.sharing import Sharing
 from qkv.spec import AttendOptions
 
 
+def check_plan(sequences: list[Sequence], tokens: list[int]) -> None:
+    """Raises ShapeError unless each sequence is there once, has a count, and is in no other step."""
+    if len(sequences) != len(tokens) or len({sequence.id for sequence in sequences}) != len(sequences):
+        raise ShapeError(
+            f"plan: got {len(sequences)} sequences and {len(tokens)} counts, wanted each sequence once and a count "
+            "for each"
+        )
+    for sequence, count in zip(sequences, tokens, strict=True):
+        if count < 0:
+            raise ShapeError(f"plan: got {count} tokens, wanted at least 0")
+        if sequence.growth is not None:
+            raise ShapeError(f"sequence {sequence.id} is in a step already; finish that, or abort it")
+
+
 class Step:
     """Made by `KVManager.plan`. `tokens[i]` new tokens of `sequences[i]`; `done`: layers that have them."""
 

@@ -11,6 +11,7 @@ from qkv.layers import Layers
 from qkv.ledger import Ledger, settled
 from qkv.offload.checkpoint import Found, Sizes, header_of
 from qkv.offload.disk import DiskStore
+from qkv.offload.onefile import OneFile
 from qkv.offload.prefetch import Prefetch, within
 from qkv.offload.segment import LayerBytes
 from qkv.prefix import Prefix
@@ -26,7 +27,7 @@ class Storing:
     """One store for the sequences of one manager. seconds: most for a look-up, or for one layer."""
 
     def __init__(
-        self, store: DiskStore, sharing: Sharing, layers: Layers, device: torch.device, seconds: float
+        self, store: DiskStore | OneFile, sharing: Sharing, layers: Layers, device: torch.device, seconds: float
     ) -> None:
         self.store, self.seconds, self._device = store, seconds, device
         self._sharing, self._layers, self._paused = sharing, layers, 0.0

@@ -28,6 +28,7 @@ RANKS = {
     "packages": 50,
     "backends": 50,
     "stats": 80,
+    "store_commands": 85,
     "metrics": 48,
     "account": 45,
     "manager": 40,

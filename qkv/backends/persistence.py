@@ -1,10 +1,12 @@
 """A QKVCache's state to a store and back, and to one file and back. One row without padding; every layer in qkv."""
 
+import json
 from array import array
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from qkv.backends.identity import namespace_of
 from qkv.errors import InputError, LayerLost
 from qkv.prefix import Namespace, Prefix
 from qkv.sequence import Sequence
@@ -62,6 +64,49 @@ def named(cache: "QKVCache", ids: Any, namespace: Namespace) -> Sequence:
         raise InputError("cache: got token ids other than those that this cache was restored with")
     cache.manager.name_tokens(sequence, tokens[known.length : have])
     return sequence
+
+
+def save(cache: "QKVCache", path: str, ids: Any, namespace: Namespace) -> None:
+    """See `QKVCache.save`."""
+    from qkv.offload.onefile import OneFile
+
+    cache.check_storable()
+    try:
+        cache.manager.save(named(cache, ids, namespace), OneFile(path))
+    except FileExistsError:
+        raise InputError(f"save: {path} exists; give another name, or remove it") from None
+
+
+def load(kind: type["QKVCache"], path: str, model: Any, tokenizer: Any, salt: str) -> tuple["QKVCache", torch.Tensor]:
+    """See `QKVCache.load`."""
+    from qkv.offload.onefile import OneFile
+
+    file = OneFile(path)
+    try:
+        header = file.header()
+    except OSError as error:
+        raise InputError(f"load: {path}: {error.strerror or error}") from None
+    told: dict[str, Any] = json.loads(header.about)
+    cache = kind(model.config, told["format"], sink_tokens=told["sink_tokens"])
+    namespace = namespace_of(model, cache.manager, tokenizer, adapter="", salt=salt)
+    if namespace.root.hex() != header.namespace:
+        own = json.loads(namespace.told())
+        differs = [name for name in own if own[name] != told.get(name)] or ["salt"]
+        raise InputError(
+            f"load: {path} was made with another {', '.join(differs)}; what it holds is not for this model"
+        )
+    cache.attach(file, namespace, model.device)
+    ids = torch.frombuffer(bytearray(header.tokens), dtype=torch.int32).to(torch.int64)
+    sequence = cache.manager.restore(ids, namespace)
+    if sequence is None:
+        raise InputError(f"load: {path} is one segment of several; `qkv store export` makes one file of them")
+    try:
+        sequence.arrive()
+    except LayerLost:
+        cache.manager.close(sequence)
+        raise
+    adopt(cache, sequence)
+    return cache, ids[None]
 
 
 def row_of(ids: Any) -> "array[int]":

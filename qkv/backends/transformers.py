@@ -11,6 +11,7 @@ tokens, then commits them. Without `enable`, any attention gets dequantised tens
 import copy
 import inspect
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,6 +21,7 @@ from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 
 from qkv.account import Line, account
 from qkv.backends import attention, persistence
+from qkv.backends.identity import namespace_of
 from qkv.backends.layer import QKVLayer
 from qkv.backends.rows import Rows
 from qkv.errors import InputError, ShapeError, UnsupportedModel
@@ -30,6 +32,7 @@ from qkv.spec import Format, LayerSpec, RecordLayout
 
 if TYPE_CHECKING:
     from qkv.offload.disk import DiskStore
+    from qkv.offload.onefile import OneFile
 
 NAME = "qkv"
 _V4 = transformers.__version__.startswith("4.")
@@ -172,14 +175,13 @@ class QKVCache(Cache):  # type: ignore[misc]  # transformers is untyped here
         self.rows.select(torch.arange(len(self.rows.sequences)).repeat_interleave(repeats))
         self._others("batch_repeat_interleave", repeats)
 
-    def attach(self, store: "DiskStore", namespace: Namespace) -> None:
+    def attach(self, store: "DiskStore | OneFile", namespace: Namespace, device: str | torch.device = "cpu") -> None:
         """Let `restore` and `persist` use a store. namespace: from `qkv.backends.identity.namespace_of`.
 
-        Raises UnsupportedModel where transformers holds some of the layers, or a window drops blocks.
+        device: the model's. Raises UnsupportedModel where transformers holds some layers, or a window drops blocks.
         """
-        if not self.rows.alone or self.manager.window is not None:
-            raise UnsupportedModel("layers that slide, or that transformers holds, cannot be kept in a store")
-        self.manager.attach(store)
+        self.check_storable()
+        self.manager.attach(store, device=device)
         self._namespace = namespace
 
     def restore(self, ids: Any, *, left: int = 1, wait: bool = True) -> int:
@@ -200,6 +202,25 @@ class QKVCache(Cache):  # type: ignore[misc]  # transformers is untyped here
         self._settle()
         return self.manager.save(persistence.named(self, ids, self._identity()))
 
+    def save(self, path: str | Path, ids: Any, model: Any, tokenizer: Any = None, *, salt: str = "") -> None:
+        """Keep this cache in a new file (HDF5) that `load` reads; ids [T] or [1, T]: its tokens. Waits for the disk.
+
+        Raises InputError (as `persist`; the file exists), UnsupportedModel (as `attach`), OSError.
+        """
+        self._settle()
+        persistence.save(self, str(path), ids, namespace_of(model, self.manager, tokenizer, salt=salt))
+
+    @classmethod
+    def load(
+        cls, path: str | Path, model: Any, tokenizer: Any = None, *, salt: str = ""
+    ) -> tuple["QKVCache", torch.Tensor]:
+        """The cache that `save` kept, and its token ids [1, T]. The format is the file's.
+
+        Raises InputError (made with other weights, tokenizer or salt: says which; no such file), CorruptSegment,
+        LayerLost, ForeignSegment.
+        """
+        return persistence.load(cls, str(path), model, tokenizer, salt)
+
     def _identity(self) -> Namespace:
         if self._namespace is None:
             raise InputError("cache: it has no store; attach one first")
@@ -215,6 +236,11 @@ class QKVCache(Cache):  # type: ignore[misc]  # transformers is untyped here
     def own_layers(self) -> list[QKVLayer]:
         """Those that qkv holds."""
         return [layer for layer in self.layers if isinstance(layer, QKVLayer)]
+
+    def check_storable(self) -> None:
+        """Raises UnsupportedModel where a store could not hold all that this cache does."""
+        if not self.rows.alone or self.manager.window is not None:
+            raise UnsupportedModel("layers that slide, or that transformers holds, cannot be kept in a store")
 
     def _settle(self) -> None:
         self.rows.recover()
