@@ -324,23 +324,22 @@ class DiskStore:
         """Bytes that the whole folder takes on the disk."""
         return self._folder.disk_usage()
 
-    def verify(self, progress: Callable[[int], None] = lambda done: None) -> tuple[int, list[str]]:
-        """Read every byte of every segment; damaged ones are taken out of use. How many are whole; the others."""
-        whole, bad = 0, []
+    def verify(self, progress: Callable[[int], None] = lambda done: None) -> tuple[int, list[str], list[str]]:
+        """Read every byte of every segment. How many are whole; those put aside as damaged; those not readable here."""
+        whole, bad, unread = 0, list[str](), list[str]()
         for entry in self.entries():
-            segment = self._open(entry.namespace, entry.name)
+            corrupt = self.counts["corrupt"]
             try:
+                segment = self._open(entry.namespace, entry.name)
                 if segment is not None:
-                    segment.verify(progress)
+                    with segment:
+                        segment.verify(progress)
                     whole += 1
                     continue
             except CorruptSegment:
                 self.damaged(entry.namespace, entry.name)
-            finally:
-                if segment is not None:
-                    segment.close()
-            bad.append(entry.name)
-        return whole, bad
+            (bad if self.counts["corrupt"] > corrupt else unread).append(entry.name)
+        return whole, bad, unread
 
     def collect(self) -> list[str]:
         """Remove damaged files, and segments whose parents are gone. Returns their names. Raises OSError."""

@@ -76,11 +76,13 @@ def verify(store: Place, key_file: KeyOption = None) -> None:
     with open_store(store, key_file=key_file) as opened:
         total = sum(entry.bytes for entry in opened.entries())
         with _bytes_bar("verify", total) as advance:
-            whole, bad = opened.verify(advance)
+            whole, bad, unread = opened.verify(advance)
     for name in bad:
         err.print(f"damaged, in quarantine/ now: {name}", style="red", soft_wrap=True)
-    out.print(f"{whole} segments are whole, {len(bad)} damaged")
-    if bad:
+    for name in unread:
+        err.print(f"not read (another key or version, or an error of the disk), left: {name}", soft_wrap=True)
+    out.print(f"{whole} segments are whole, {len(bad)} damaged, {len(unread)} not read")
+    if bad or unread:
         raise typer.Exit(1)
 
 

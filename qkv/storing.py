@@ -55,6 +55,8 @@ class Storing:
 
     def offer(self, sequence: Sequence, prefix: Prefix, left: int = 1) -> None:
         """Give the sequence what the store has, if that is more than it has taken over already."""
+        if not prefix.length:  # opened for names that come later
+            return
         taken = sequence.holding
         found = self.find(prefix, taken.tokens, left)
         if found is not None and self.load(sequence, prefix, found):

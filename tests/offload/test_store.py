@@ -425,7 +425,7 @@ def test_interrupted_and_short_calls_are_continued(tmp_path: Path) -> None:
         fresh = KVManager(LAYERS, "kivi2")
         assert same(bits(other, reader), bits(fresh, filled(fresh, tokens)))
         assert other.length(reader) == 700
-        assert store.verify() == (1, [])
+        assert store.verify() == (1, [], [])
 
 
 @pytest.mark.parametrize("call", ["pwritev", "fsync", "fallocate", "link", "open"])
@@ -443,7 +443,7 @@ def test_a_write_that_fails_stores_nothing_and_hurts_nothing(tmp_path: Path, cal
         assert len(files(tmp_path / "store")) == 1
         assert os.listdir(tmp_path / "store" / "tmp") == []
         kvs.save(sequence)
-        assert store.verify() == (2, [])
+        assert store.verify() == (2, [], [])
 
 
 @pytest.mark.parametrize("call", ["preadv", "open"])
