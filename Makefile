@@ -15,7 +15,7 @@ PINNED_TORCH := torch==2.13.0
 PYTEST := $(BIN)/python -m pytest
 TESTED_TRANSFORMERS := 4.57.6 5.19.0
 
-.PHONY: setup test test-4576 test-matrix test-heavy demo bench lint types wheel clean
+.PHONY: setup test test-4576 test-matrix test-heavy test-crash demo bench lint types wheel clean
 
 setup: $(STAMP)
 
@@ -57,6 +57,11 @@ $(TESTED_TRANSFORMERS:%=.matrix/%/.qkv-stamp): | setup
 
 test-heavy: setup
 	$(PYTEST) -q tests -m heavy
+
+# the store: 400 kills, 120 puts with the power failing after each operation, 3,000 damaged files, ten minutes of
+# one writer, its evictor and four readers; about 15 minutes
+test-crash: setup
+	$(PYTEST) -q -rP tests/offload/test_torture.py -m heavy
 
 demo: setup
 	$(BIN)/qkv demo

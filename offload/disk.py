@@ -258,9 +258,9 @@ class DiskStore:
     def _make_room(self, header: Header, spared: list[str]) -> None:
         """Evict until a segment of this header fits limit, quota and floor. Raises StoreFull; then it cannot fit."""
         need = header.layers * header.extent + (1 << 20)  # and its head, generously
-        for path in self._folder.quarantined():
-            if self._over(need, header.namespace):
-                discard(self.io, path)
+        damaged = iter(self._folder.quarantined())
+        while self._over(need, header.namespace) and (path := next(damaged, None)) is not None:
+            discard(self.io, path)
         while place := self._over(need, header.namespace):
             leaf = self._index.leaf(header.namespace if place == "quota" else None, spared)
             if leaf is None:

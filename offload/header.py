@@ -130,8 +130,10 @@ def prologue(path: str, data: bytes, file_bytes: int) -> tuple[int, int]:
 
     Raises ForeignSegment (not a segment, or of another version), CorruptSegment (sizes that cannot be).
     """
-    if len(data) < PROLOGUE.size or data[: len(MAGIC)] != MAGIC:
+    if data[: len(MAGIC)] != MAGIC:
         raise ForeignSegment(path, "not a segment of qkv")
+    if len(data) < PROLOGUE.size:
+        raise CorruptSegment(path, len(data), "the file ends")
     _, version, kind, size, offset, total, _ = PROLOGUE.unpack(data[: PROLOGUE.size])
     if version != VERSION:
         raise ForeignSegment(path, f"segment version {version}; this release reads {VERSION}")
