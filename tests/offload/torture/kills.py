@@ -64,7 +64,8 @@ def look(path: Path, said: Path) -> dict[str, int]:
         files = {file.stem for file in (path / "ns").rglob("*.h5")} if (path / "ns").is_dir() else set()
         counts = {
             "published": len(there), "lost": len(lost), "visible": whole, "damaged": len(bad) + len(unread),
-            "wrong": wrong, "unindexed": len(files ^ left), "unfinished": unfinished, "left_over": len(os.listdir(path / "tmp")),
+            "wrong": wrong, "unindexed": len(files ^ left), "unfinished": unfinished,
+            "left_over": len(os.listdir(path / "tmp")),
         }  # fmt: skip
     said.write_text("".join(f"stored {name} {number}\n" for name, number in there.items()))
     return counts
