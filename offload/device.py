@@ -32,6 +32,14 @@ class DeviceTier:
         assert rows is not None
         rows[target] = rows[source]
 
+    def wrote(self, layer: int, rows: list[int]) -> None:
+        """These rows of a layer have been written."""
+
+    @property
+    def elsewhere(self) -> dict[str, int]:
+        """Bytes that are not on the device, by tier."""
+        return {}
+
     @property
     def nbytes(self) -> int:
         return sum(records.nbytes for records in self._layers if records is not None)

@@ -19,13 +19,21 @@ AXES = ("head", "token", "channel")
 
 
 class Layers:
-    """One row a block in `records`, one row a piece in `exact`, of every layer; made at a layer's first tokens."""
+    """One row a block in `records`, one row a piece in `exact`, of every layer; made at a layer's first tokens.
+
+    records: where records lie; None: on the device.
+    """
 
     def __init__(
-        self, count: int, format: Format, declared: list[LayerSpec] | None = None, budget: Budget | None = None
+        self,
+        count: int,
+        format: Format,
+        declared: list[LayerSpec] | None = None,
+        budget: Budget | None = None,
+        records: DeviceTier | None = None,
     ) -> None:
         self.count, self.format, self.declared, self.budget = count, format, declared, budget
-        self.records, self.exact = DeviceTier(count), DeviceTier(count)
+        self.records, self.exact = records or DeviceTier(count), DeviceTier(count)
         self.layouts: list[RecordLayout | None] = [None] * count
         self._views: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # by layer: its pieces as bytes, and typed
         self._empty: dict[RecordLayout, torch.Tensor] = {}
@@ -127,6 +135,7 @@ class Layers:
         records = self.records.reserve(layer, capacity[0], layout.record_bytes, spec.device)
         table = holding.table(spec.device)
         records[table.block_ids] = parts[1].view(-1, layout.record_bytes).to(spec.device)
+        self.records.wrote(layer, list(holding.block_ids))
         for data, ids, tokens in ((parts[0], table.sink_ids, sink), (parts[2], table.tail_ids, tail)):
             if tokens:
                 k, v = data.clone().view(spec.dtype).view(2, spec.kv_heads, tokens, spec.head_dim).to(spec.device)
@@ -161,6 +170,7 @@ class Layers:
         for first in range(0, len(ids), SEAL_BLOCKS):
             run = slice(first, first + SEAL_BLOCKS)
             ops.seal(blocks[0][run], blocks[1][run], layout, records, ids[run], checked=True)
+        self.records.wrote(layer, ids)
 
     def check(self, sequences: list[Sequence], ledger: Ledger) -> None:
         """Every id that a sequence holds has a row in every layer. AssertionError if not."""

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from qkv import ops
-from qkv.budget import Admission, Budget, check_declared
+from qkv.budget import Admission, Limits, check_least
 from qkv.errors import InputError, SequenceClosed, ShapeError
 from qkv.formats import get_format
 from qkv.layers import AXES, Layers
@@ -28,6 +28,7 @@ from qkv.usage import cost, usage
 if TYPE_CHECKING:
     from qkv.offload.disk import DiskStore
     from qkv.offload.onefile import OneFile
+    from qkv.offload.tier import Device, Disk, Host
     from qkv.storing import Storing
 
 
@@ -41,6 +42,9 @@ class KVManager:
                  back, but for 128 tokens that a crop may need. Such a manager shares by `fork`, not by name
     budget       bytes (or "1.5GiB") that `memory()` never passes: blocks, and the exact tokens of `max_sequences` at a
                  time. Needs `layers`, each layer's geometry; the tensors are made at full size at their first use.
+    tiers        [Device("2GiB"), Host("8GiB"), Disk(folder, "50GiB")], or fewer: layers whose records the device has no
+                 room for lie in the next tier and are streamed through it (qkv/offload/tier.py). Needs `layers`; exact
+                 tokens come on top
     A layer's heads, head_dim, dtype and device are fixed by its first append. For one engine thread; `memory`, `stats`,
     and the pool's `stats`, `events` and `match` may be read from any.
     Raises FormatError, ShapeError.
@@ -58,31 +62,26 @@ class KVManager:
         budget: str | int | None = None,
         layers: list[LayerSpec] | None = None,
         max_sequences: int = 8,
+        tiers: "list[Device | Host | Disk] | None" = None,
     ) -> None:
         self.format = get_format(format)
         self.sink_tokens = self.format.sink_tokens if sink_tokens is None else sink_tokens
         self.tail_tokens = self.format.tail_tokens if tail_tokens is None else tail_tokens
-        for name, value, least in (
-            ("num_layers", num_layers, 1),
-            ("sink_tokens", self.sink_tokens, 0),
-            ("tail_tokens", self.tail_tokens, 0),
-            ("window", 1 if window is None else window, 1),
-            ("num_blocks", 1 if num_blocks is None else num_blocks, 1),
-            ("max_sequences", max_sequences, 1),
-        ):
-            if not isinstance(value, int) or value < least:
-                raise ShapeError(f"{name}: got {value!r}, wanted a whole number of at least {least}")
+        check_least(
+            num_layers=(num_layers, 1),
+            sink_tokens=(self.sink_tokens, 0),
+            tail_tokens=(self.tail_tokens, 0),
+            window=(1 if window is None else window, 1),
+            num_blocks=(1 if num_blocks is None else num_blocks, 1),
+            max_sequences=(max_sequences, 1),
+        )
         self.num_layers = num_layers
-        self.budget: Budget | None = None
-        if budget is not None:
-            check_declared(num_layers, num_blocks, layers)
-            exact = self.sink_tokens, self.tail_tokens
-            self.budget = Budget.split(budget, self.format, layers or [], exact, max_sequences)
-            num_blocks = self.budget.num_blocks
+        limits = Limits(budget, tiers, num_blocks, max_sequences, (self.sink_tokens, self.tail_tokens))
+        self.budget, records, num_blocks = limits.room(self.format, num_layers, layers)
         pieces = BlockPool(None if self.budget is None else self.budget.num_pieces, what="exact pieces")
         self._ledger = Ledger(BlockPool(num_blocks), pieces, self.sink_tokens, self.tail_tokens, window)
         self._sharing = Sharing(self._ledger)
-        self._layers = Layers(num_layers, self.format, layers, self.budget)
+        self._layers = Layers(num_layers, self.format, layers, self.budget, records)
         self._storing: Storing | None = None
         self._steps: dict[int, Step] = {}  # by sequence: appends that have not reached every layer
         self._sequences: dict[int, Sequence] = {}
@@ -346,8 +345,9 @@ class KVManager:
         del self._sequences[sequence.id]
 
     def memory(self) -> Memory:
-        """Bytes of all tensors held, in use or free for the next sequence."""
-        return Memory(self._layers.records.nbytes, self._layers.exact.nbytes)
+        """Bytes of all that is held, in use or free for the next sequence, by tier."""
+        records = self._layers.records
+        return Memory(records.nbytes, self._layers.exact.nbytes, **records.elsewhere)
 
     def held(self, sequences: list[Sequence]) -> Memory:
         """Bytes of the blocks and pieces that these sequences hold, each counted once, a step under way included."""

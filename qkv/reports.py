@@ -14,10 +14,15 @@ Row = tuple[Kind, bytes, bytes, int, str, bytes, bytes]  # an Event without its 
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes that a manager's tensors occupy, all layers and sequences."""
+    """Bytes that a manager's tensors occupy, all layers and sequences.
+
+    records, exact  on the device; total: their sum. host, disk: records that lie in those tiers
+    """
 
     records: int
     exact: int
+    host: int = 0
+    disk: int = 0
 
     @property
     def total(self) -> int:

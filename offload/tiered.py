@@ -1,0 +1,160 @@
+"""Records that may not all lie on the device: DeviceTier's rows, some layers of them streamed from host or disk.
+
+What is sealed is written through before the layer is left, so a slab can be given away at any time, and a row is the
+same bytes wherever it lies. Layers move down when the pool grows beyond what the device holds; none moves up again.
+"""
+
+import os
+import weakref
+from functools import partial
+
+import torch
+
+from qkv.errors import InputError, OutOfBlocks
+from qkv.offload.backing import Backing, FileRows, HostRows
+from qkv.offload.device import DeviceTier
+from qkv.offload.io import FileIO
+from qkv.offload.ring import Ring, Slab
+from qkv.offload.tier import SLABS, places
+
+
+class TieredRecords(DeviceTier):
+    """row_bytes: of each layer. limits: bytes on the device, in host memory, on the disk; folder: where the last are.
+
+    A tensor from `records` or `reserve` counts until another layer's is asked for. For one thread.
+    Raises InputError (the folder).
+    """
+
+    def __init__(
+        self,
+        row_bytes: list[int],
+        limits: tuple[int, int, int],
+        folder: str = ".",
+        *,
+        io: FileIO | None = None,
+        seconds: float = 60.0,
+    ) -> None:
+        super().__init__(len(row_bytes))
+        if limits[2] and not os.access(folder, os.W_OK | os.X_OK):
+            raise InputError(f"disk tier {folder}: it is no folder that can be written to; give another one")
+        self._row_bytes, self._limits, self._folder, self._io = row_bytes, limits, folder, io or FileIO()
+        self._seconds, self._rows = seconds, 0  # rows of every layer
+        self._device = torch.device("cpu")
+        self._backings: dict[int, Backing] = {}
+        self._ring: Ring | None = None
+        self._slabs: list[Slab] = []
+
+    def records(self, layer: int) -> torch.Tensor | None:
+        """The layer's rows, or None before its first. Raises LayerLost."""
+        if layer not in self._backings:
+            return super().records(layer)
+        assert self._ring is not None
+        size = self._row_bytes[layer]
+        return self._ring.take(layer).rows[: self._rows * size].view(self._rows, size)
+
+    def reserve(self, layer: int, capacity: int, row_bytes: int, device: torch.device) -> torch.Tensor:
+        """As DeviceTier.reserve. Raises OutOfBlocks (the tiers' limits), OSError, LayerLost."""
+        if capacity > self._rows:
+            self._device = device
+            self._move_down(capacity)
+        if layer not in self._backings:
+            return super().reserve(layer, capacity, row_bytes, device)
+        rows = self.records(layer)
+        assert rows is not None
+        return rows
+
+    def wrote(self, layer: int, rows: list[int]) -> None:
+        """These rows of the layer that was asked for last are written. Raises OSError: they are not kept."""
+        backing = self._backings.get(layer)
+        if backing is not None and rows:
+            assert self._ring is not None
+            slab = self._ring.take(layer)
+            self._keep(backing, slab.rows[: self._rows * backing.row_bytes], backing.groups_of(rows))
+
+    @property
+    def nbytes(self) -> int:
+        """On the device, slabs included."""
+        return super().nbytes + sum(slab.rows.nbytes for slab in self._slabs)
+
+    @property
+    def elsewhere(self) -> dict[str, int]:
+        """Bytes in host memory (a GPU's landing buffers included) and on the disk."""
+        held = {"host": 0, "disk": 0}
+        for backing in self._backings.values():
+            held["host" if isinstance(backing, HostRows) else "disk"] += backing.nbytes
+        held["host"] += sum(slab.host.nbytes for slab in self._slabs if slab.rows is not slab.host)
+        return held
+
+    @property
+    def streamed(self) -> list[int]:
+        """Layers whose rows come to the device for each step."""
+        return sorted(self._backings)
+
+    def traffic(self) -> dict[str, float]:
+        """Bytes read and written since a layer was moved down, seconds of reading and of waiting for it."""
+        backings, ring = self._backings.values(), self._ring
+        return {
+            "read": sum(backing.bytes_read for backing in backings),
+            "written": sum(backing.bytes_written for backing in backings),
+            "load_seconds": ring.loads if ring else 0.0,
+            "stall_seconds": ring.stalls if ring else 0.0,
+        }
+
+    def _move_down(self, capacity: int) -> None:
+        """Room for `capacity` rows: what does not fit on the device then leaves it."""
+        sizes = [capacity * size for size in self._row_bytes]
+        found = places(sizes, *self._limits)
+        if found is None:
+            raise OutOfBlocks(capacity, self._rows, 0, what="rows in the tiers")
+        fresh: dict[int, Backing] = {}
+        for layer, place in enumerate(found):
+            held = self._backings.get(layer)
+            if place == "device" and held is None:
+                continue
+            if held is None or (place == "disk" and isinstance(held, HostRows)):
+                fresh[layer] = self._moved(layer, place, held)
+        if self._ring is not None:
+            self._ring.stop()
+        self._rows = capacity
+        self._backings.update(fresh)
+        for layer in fresh:
+            self._layers[layer] = None
+        if self._backings:
+            self._open_ring()
+
+    def _moved(self, layer: int, place: str, held: Backing | None) -> Backing:
+        """The layer's rows, from the device or from host memory, in a backing of their own."""
+        size = self._row_bytes[layer]
+        made = HostRows(size) if place == "host" else FileRows(size, self._folder, self._io)
+        rows = super().records(layer)
+        if held is not None:
+            whole = torch.zeros(self._rows * size, dtype=torch.uint8)
+            held.load(whole.numpy().data, self._seconds)
+            self._keep(made, whole, sorted(held.written))
+        elif rows is not None:
+            self._keep(made, rows.view(-1), made.groups_of(range(rows.shape[0])))
+        return made
+
+    def _open_ring(self) -> None:
+        size = self._rows * max(self._row_bytes)
+        self._slabs = [Slab(size, self._device) for _ in range(min(SLABS, len(self._backings)))]
+        read = partial(_read, dict(self._backings), self._rows, self._seconds)
+        self._ring = Ring(read, sorted(self._backings), self._slabs, self._seconds)
+        weakref.finalize(self, self._ring.stop)
+
+    @staticmethod
+    def _keep(backing: Backing, rows: torch.Tensor, groups: list[int]) -> None:
+        """Copies only a GPU's rows, group by group."""
+        if rows.device.type == "cpu":
+            backing.store(rows.numpy().data, groups)
+            return
+        whole = torch.empty(rows.shape, dtype=torch.uint8)
+        for group in groups:
+            part = slice(group * backing.group, (group + 1) * backing.group)
+            whole[part] = rows[part].cpu()
+        backing.store(whole.numpy().data, groups)
+
+
+def _read(backings: dict[int, Backing], rows: int, seconds: float, layer: int, slab: memoryview) -> None:
+    backing = backings[layer]
+    backing.load(slab[: rows * backing.row_bytes], seconds)

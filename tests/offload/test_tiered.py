@@ -1,0 +1,226 @@
+"""Records in tiers: a manager that streams layers from host or disk gives bit for bit what one with room gives."""
+
+import gc
+import os
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from qkv import AttendOptions, KVManager, RecordLayout, Sequence, get_format
+from qkv.errors import InputError, LayerLost, OutOfBlocks, ShapeError
+from qkv.offload.io import FileIO
+from qkv.offload.tier import SLABS, Device, Disk, Host, most_blocks, places
+from qkv.offload.tiered import TieredRecords
+from qkv.spec import LayerSpec
+
+LAYERS, HEADS, DIM = 8, 2, 32
+SPEC = LayerSpec(HEADS, DIM, torch.float32)
+RECORD = RecordLayout(get_format("kivi2"), SPEC).record_bytes
+
+
+def tiered(tiers: list[Any], **options: Any) -> KVManager:
+    return KVManager(LAYERS, "kivi2", layers=[SPEC] * LAYERS, tiers=tiers, **options)
+
+
+def states(tokens: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(LAYERS, 2, HEADS, tokens, DIM, generator=torch.Generator().manual_seed(seed))
+
+
+def feed(manager: KVManager, sequence: Sequence, kv: torch.Tensor, chunk: int) -> None:
+    for start in range(0, kv.shape[3], chunk):
+        for layer in range(LAYERS):
+            manager.append(sequence, layer, *kv[layer, :, :, start : start + chunk])
+
+
+def outputs(manager: KVManager, sequence: Sequence, order: Any = range(LAYERS)) -> dict[int, torch.Tensor]:
+    q = torch.randn(2 * HEADS, 1, DIM, generator=torch.Generator().manual_seed(3))
+    return {layer: manager.attend(sequence, layer, q, AttendOptions(0.2))[0] for layer in order}
+
+
+def equal(one: dict[int, torch.Tensor], other: dict[int, torch.Tensor]) -> bool:
+    return all(torch.equal(one[layer], other[layer]) for layer in one)
+
+
+def records(manager: KVManager) -> TieredRecords:
+    held = manager._layers.records
+    assert isinstance(held, TieredRecords)
+    return held
+
+
+def blocks(count: int) -> int:
+    """Bytes of all layers' records of so many blocks."""
+    return count * LAYERS * RECORD
+
+
+@pytest.mark.parametrize("lower", ["host", "disk", "both"])
+@pytest.mark.parametrize("chunk", [3000, 700, 128, 37])
+def test_streamed_layers_give_the_same_bits(tmp_path: Path, lower: str, chunk: int) -> None:
+    tiers: list[Any] = [Device(blocks(24) // 2)]
+    tiers += [Host(blocks(24) // 4 if lower == "both" else blocks(64))] if lower != "disk" else []
+    tiers += [Disk(str(tmp_path), blocks(64))] if lower != "host" else []
+    manager, plain = tiered(tiers, num_blocks=24), KVManager(LAYERS, "kivi2")
+    kv, more = states(3000), states(300, seed=1)
+    pairs = [(each, each.open()) for each in (manager, plain)]
+    for each, sequence in pairs:
+        feed(each, sequence, kv, chunk)
+    assert len(records(manager).streamed) == 7  # half of it: one layer's room beside three slabs
+    memory = manager.memory()
+    assert (memory.host > 0, memory.disk > 0) == (lower != "disk", lower != "host")
+    assert memory.records <= blocks(24) // 2
+    assert equal(outputs(*pairs[0]), outputs(*pairs[1]))
+    for at in range(0, 300, 3):  # decode: attend to every layer, then keep one token; blocks are sealed on the way
+        for each, sequence in pairs:
+            feed(each, sequence, more[:, :, :, at : at + 3], 1)
+    assert equal(outputs(*pairs[0]), outputs(*pairs[1]))
+    for order in ([5, 1, 7, 7, 0, 3, 3, 6, 2, 4], list(reversed(range(LAYERS)))):
+        assert equal(outputs(*pairs[0], order), outputs(*pairs[1], order))
+    manager.check()
+    assert list(tmp_path.iterdir()) == [], "a spill file has no name"
+
+
+def test_sequences_fork_crop_and_end_while_layers_are_streamed(tmp_path: Path) -> None:
+    tiers = [Device(blocks(20)), Disk(str(tmp_path), blocks(64))]
+    managers = [tiered(tiers, num_blocks=40), KVManager(LAYERS, "kivi2")]
+    rng = torch.Generator().manual_seed(5)
+    held: list[tuple[Sequence, Sequence]] = []
+    for step in range(60):
+        what = int(torch.randint(0, 5, (1,), generator=rng))
+        length = int(torch.randint(1, 400, (1,), generator=rng))
+        if (what == 0 and len(held) < 4) or not held:
+            held.append((managers[0].open(), managers[1].open()))
+        at = int(torch.randint(0, len(held), (1,), generator=rng))
+        pair = held[at]
+        if what == 1 and len(held) < 4:
+            held.append(tuple(each.fork(one) for each, one in zip(managers, pair, strict=True)))  # type: ignore[arg-type]
+        elif what == 2:
+            for each, one in zip(managers, pair, strict=True):
+                each.crop(one, max(0, each.length(one) - length))
+        elif what == 3 and managers[0].length(pair[0]) > 900:
+            for each, one in zip(managers, held.pop(at), strict=True):
+                each.close(one)
+        elif managers[0].length(pair[0]) < 1500:
+            for each, one in zip(managers, pair, strict=True):
+                feed(each, one, states(length, seed=step), length)
+        for pair in held:
+            if managers[0].length(pair[0]):
+                assert equal(*(outputs(each, one) for each, one in zip(managers, pair, strict=True)))
+        managers[0].check()
+    assert records(managers[0]).streamed
+
+
+def test_layers_move_down_only_when_the_device_is_full(tmp_path: Path) -> None:
+    manager = tiered([Device(blocks(8)), Host(blocks(4)), Disk(str(tmp_path), blocks(100))])
+    sequence, plain = manager.open(), KVManager(LAYERS, "kivi2")
+    other, seen = plain.open(), []
+    for chunk in range(10):
+        kv = states(256, seed=chunk)
+        feed(manager, sequence, kv, 256)
+        feed(plain, other, kv, 256)
+        seen.append(manager.memory())
+        assert seen[-1].records <= blocks(8)
+        assert equal(outputs(manager, sequence), outputs(plain, other))
+    assert (seen[0].host, seen[0].disk) == (0, 0)
+    assert seen[-1].disk > seen[-1].host > 0
+
+
+def test_no_room_in_any_tier_is_out_of_blocks_and_loses_nothing(tmp_path: Path) -> None:
+    manager = tiered([Device(blocks(8) // 2), Disk(str(tmp_path), blocks(8))])
+    sequence = manager.open()
+    kv = states(128 * 40)
+    feed(manager, sequence, kv[:, :, :, :800], 800)
+    before = outputs(manager, sequence)
+    with pytest.raises(OutOfBlocks):
+        manager.append(sequence, 0, *kv[0, :, :, 800:])
+    assert equal(outputs(manager, sequence), before)
+    manager.check()
+
+
+class Broken(FileIO):
+    """A disk that flips a bit, or hangs, when told to."""
+
+    flip = False
+    hang: threading.Event | None = None
+
+    def preadv(self, fd: int, buffers: Any, offset: int) -> int:
+        if self.hang is not None:
+            self.hang.wait(30)
+        done = super().preadv(fd, buffers, offset)
+        if self.flip:
+            buffers[0][done // 2] ^= 1
+        return done
+
+
+@pytest.mark.parametrize("fault", ["flip", "hang"])
+def test_damaged_or_late_records_are_lost_never_wrong(tmp_path: Path, fault: str) -> None:
+    io = Broken()
+    manager = tiered([Device(blocks(20) // 2), Disk(str(tmp_path), blocks(64))], num_blocks=20)
+    held = manager._layers.records = TieredRecords(
+        [RECORD] * LAYERS, (blocks(20) // 2, 0, blocks(64)), str(tmp_path), io=io, seconds=0.3
+    )
+    sequence = manager.open()
+    feed(manager, sequence, states(2000), 2000)
+    before = outputs(manager, sequence)
+    setattr(io, fault, True if fault == "flip" else threading.Event())
+    began = time.monotonic()
+    with pytest.raises(LayerLost, match="checksum" if fault == "flip" else "longer than"):
+        outputs(manager, sequence, [*range(LAYERS)] * 3)
+    assert time.monotonic() - began < 5
+    if io.hang is not None:
+        io.hang.set()
+    io.flip, io.hang = False, None
+    assert equal(outputs(manager, sequence), before), "the bytes on the disk are whole: the next read has them"
+    assert held.traffic()["read"] > 0
+
+
+def test_a_manager_that_is_gone_leaves_no_thread_and_no_file(tmp_path: Path) -> None:
+    manager = tiered([Device(blocks(20) // 2), Disk(str(tmp_path), blocks(64))], num_blocks=20)
+    feed(manager, manager.open(), states(2000), 2000)
+    files = len(os.listdir("/proc/self/fd"))
+    del manager
+    gc.collect()
+    for thread in threading.enumerate():
+        if thread.name == "qkv ring":
+            thread.join(5)
+            assert not thread.is_alive()
+    gc.collect()
+    assert len(os.listdir("/proc/self/fd")) <= files - 6
+
+
+def test_places_are_as_many_as_fit_evenly_spread() -> None:
+    assert places([10] * 8, 80, 0, 0) == ["device"] * 8
+    found = places([10] * 8, 79, 0, 80)
+    assert found is not None
+    assert found.count("device") == 4  # 79 less three slabs
+    assert found == ["device", "disk"] * 4
+    assert places([10] * 8, 10 * SLABS - 1, 0, 1000) is None
+    assert places([10] * 8, 10 * SLABS, 0, 1000) == ["disk"] * 8
+    assert places([10] * 8, 10 * SLABS, 40, 39) is None
+    found = places([10] * 8, 10 * SLABS, 40, 40)
+    assert found is not None
+    assert (found.count("host"), found.count("disk")) == (4, 4)
+    for limits in ((300, 0, 900), (300, 200, 400), (1000, 0, 0), (35, 0, 10)):
+        most = most_blocks([7, 5, 5, 9], *limits)
+        assert places([most * size for size in (7, 5, 5, 9)], *limits) is not None or not most
+        assert places([(most + 1) * size for size in (7, 5, 5, 9)], *limits) is None
+
+
+def test_tiers_that_cannot_be_say_why(tmp_path: Path) -> None:
+    disk = Disk(str(tmp_path), "1GiB")
+    cases: list[tuple[list[Any], dict[str, Any], type[Exception], str]] = [
+        ([disk], {}, InputError, "wanted Device, then"),
+        ([Device(10**6), disk, Host(5)], {}, InputError, "in this order"),
+        ([Device("two")], {}, InputError, "Device|budget"),
+        ([Device(10**6)], {"budget": 10**6}, InputError, "a budget too"),
+        ([Device(2 * RECORD), disk], {}, ShapeError, "three layers' records"),
+        ([Device(10**6), disk], {"num_blocks": 10**6}, ShapeError, "wanted 1000000"),
+        ([Device(10**6), Disk(str(tmp_path / "none"), 10**9)], {}, InputError, "no folder"),
+    ]
+    for tiers, options, error, says in cases:
+        with pytest.raises(error, match=says):
+            tiered(tiers, **options)
+    with pytest.raises(ShapeError, match="geometry of all 8"):
+        KVManager(LAYERS, "kivi2", tiers=[Device(10**6)])
