@@ -7,7 +7,7 @@ the layer is computed. So a block keeps its id and its bytes, and a kernel never
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-SLABS = 3  # one layer that is computed, two that are read ahead
+SLABS = (3, 2)  # one layer that is computed, two that are read ahead; one where there is no room for more
 
 
 @dataclass(frozen=True)
@@ -32,26 +32,27 @@ class Disk:
     limit: str | int
 
 
-def places(sizes: Sequence[int], device: int, host: int, disk: int) -> list[str] | None:
-    """'device', 'host' or 'disk' for each layer of these sizes in bytes; None: they do not fit the three limits.
+def places(sizes: Sequence[int], device: int, host: int, disk: int) -> tuple[list[str], int] | None:
+    """'device', 'host' or 'disk' for each layer of these sizes in bytes, and how many slabs; None: they do not fit.
 
     As many as fit stay on the device, beside the slabs that the others then need; spread evenly, so that a streamed
     layer can be read while resident ones are computed.
     """
     if sum(sizes) <= device:
-        return ["device"] * len(sizes)
+        return ["device"] * len(sizes), 0
+    slabs = next((count for count in SLABS if count * max(sizes) <= device), 0)
+    if not slabs:
+        return None
     found = ["disk"] * len(sizes)
     every = list(range(len(sizes)))
-    resident = _most(every, sizes, device - SLABS * max(sizes), len(sizes) - 1)
-    if resident is None:
-        return None
+    resident = _most(every, sizes, device - slabs * max(sizes), len(sizes) - 1)
     streamed = [layer for layer in every if layer not in resident]
     in_host = _most(streamed, sizes, host, len(streamed))
-    for layers, place in ((resident, "device"), (in_host or (), "host")):
+    for layers, place in ((resident, "device"), (in_host, "host")):
         for layer in layers:
             found[layer] = place
     on_disk = sum(size for size, place in zip(sizes, found, strict=True) if place == "disk")
-    return found if on_disk <= disk else None
+    return (found, slabs) if on_disk <= disk else None
 
 
 def most_blocks(record_bytes: Sequence[int], device: int, host: int, disk: int) -> int:
@@ -64,10 +65,8 @@ def most_blocks(record_bytes: Sequence[int], device: int, host: int, disk: int) 
     return low
 
 
-def _most(layers: list[int], sizes: Sequence[int], room: int, most: int) -> set[int] | None:
-    """As many of the layers, at most `most`, as take no more than `room`, evenly spread; None: no room at all."""
-    if room < 0:
-        return None
+def _most(layers: list[int], sizes: Sequence[int], room: int, most: int) -> set[int]:
+    """As many of the layers, at most `most`, as take no more than `room`, evenly spread."""
     for count in range(most, 0, -1):
         chosen = {layers[number * len(layers) // count] for number in range(count)}
         if sum(sizes[layer] for layer in chosen) <= room:

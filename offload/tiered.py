@@ -15,7 +15,7 @@ from qkv.offload.backing import Backing, FileRows, HostRows
 from qkv.offload.device import DeviceTier
 from qkv.offload.io import FileIO
 from qkv.offload.ring import Ring, Slab
-from qkv.offload.tier import SLABS, places
+from qkv.offload.tier import places
 
 
 class TieredRecords(DeviceTier):
@@ -107,7 +107,8 @@ class TieredRecords(DeviceTier):
         if found is None:
             raise OutOfBlocks(capacity, self._rows, 0, what="rows in the tiers")
         fresh: dict[int, Backing] = {}
-        for layer, place in enumerate(found):
+        layers, slabs = found
+        for layer, place in enumerate(layers):
             held = self._backings.get(layer)
             if place == "device" and held is None:
                 continue
@@ -120,7 +121,7 @@ class TieredRecords(DeviceTier):
         for layer in fresh:
             self._layers[layer] = None
         if self._backings:
-            self._open_ring()
+            self._open_ring(min(slabs, len(self._backings)))
 
     def _moved(self, layer: int, place: str, held: Backing | None) -> Backing:
         """The layer's rows, from the device or from host memory, in a backing of their own."""
@@ -135,9 +136,9 @@ class TieredRecords(DeviceTier):
             self._keep(made, rows.view(-1), made.groups_of(range(rows.shape[0])))
         return made
 
-    def _open_ring(self) -> None:
+    def _open_ring(self, slabs: int) -> None:
         size = self._rows * max(self._row_bytes)
-        self._slabs = [Slab(size, self._device) for _ in range(min(SLABS, len(self._backings)))]
+        self._slabs = [Slab(size, self._device) for _ in range(slabs)]
         read = partial(_read, dict(self._backings), self._rows, self._seconds)
         self._ring = Ring(read, sorted(self._backings), self._slabs, self._seconds)
         weakref.finalize(self, self._ring.stop)

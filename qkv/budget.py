@@ -115,7 +115,7 @@ class Limits(NamedTuple):
         if most < (self.num_blocks or 1):
             raise ShapeError(
                 f"tiers: got room for {most} blocks of {sum(rows)} bytes, wanted {self.num_blocks or 1}; raise a limit "
-                f"(the device needs three layers' records: {3 * max(rows)} bytes a block)"
+                f"(the device needs two layers' records: {2 * max(rows)} bytes a block)"
             )
         folder = next((tier.path for tier in tiers if isinstance(tier, Disk)), ".")
         return TieredRecords(rows, sizes, folder), self.num_blocks or most

@@ -10,7 +10,7 @@ tokens, then commits them. Without `enable`, any attention gets dequantised tens
 
 import copy
 import inspect
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -33,6 +33,7 @@ from qkv.spec import Format, LayerSpec, RecordLayout
 if TYPE_CHECKING:
     from qkv.offload.disk import DiskStore
     from qkv.offload.onefile import OneFile
+    from qkv.offload.tier import Device, Disk, Host
 
 NAME = "qkv"
 _V4 = transformers.__version__.startswith("4.")
@@ -57,12 +58,14 @@ class QKVCache(Cache):  # type: ignore[misc]  # transformers is untyped here
                  "quantised": they go into blocks too, the window applied in attention. If all layers slide, blocks
                  that the window has passed are given back; else they are kept, for the ids are the same in all layers;
                  "auto": "exact" if the model has full-attention layers as well, else "quantised"
+    tiers        as for KVManager: [Device("256MiB"), Disk(folder, "50GiB")]. dtype, device: then the model's, which the
+                 config may not say (default: the config's dtype, the CPU)
     Padding is not stored, so a sliding window counts tokens; transformers counts padding inside a row too.
     Layers of other kinds (linear attention, MLA) stay with transformers; `report()` says which and why.
     Raises FormatError, ShapeError, UnsupportedModel.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913  # each is a setting with a default
         self,
         config: Any,
         format: str | Format = "kivi4",
@@ -72,6 +75,9 @@ class QKVCache(Cache):  # type: ignore[misc]  # transformers is untyped here
         sink_tokens: int | None = None,
         tail_tokens: int | None = None,
         sliding: str = "auto",
+        tiers: "list[Device | Host | Disk] | None" = None,
+        dtype: torch.dtype | None = None,
+        device: str | torch.device = "cpu",
     ) -> None:
         if sliding not in ("auto", "exact", "quantised"):
             raise ShapeError(f"sliding: got {sliding!r}, wanted 'auto', 'exact' or 'quantised'")
@@ -87,7 +93,16 @@ class QKVCache(Cache):  # type: ignore[misc]  # transformers is untyped here
                 "no attention layer that qkv serves; " + "; ".join(sorted(set(self._reasons.values())))
             )
         window = _window(layers, served)
-        self.manager = KVManager(len(served), chosen, sink_tokens=sink_tokens, tail_tokens=tail_tokens, window=window)
+        geometry = None if tiers is None else [_geometry(config, dtype, device)] * len(served)
+        self.manager = KVManager(
+            len(served),
+            chosen,
+            sink_tokens=sink_tokens,
+            tail_tokens=tail_tokens,
+            window=window,
+            tiers=tiers,
+            layers=geometry,
+        )
         _hold_to_format(config, chosen)
         self.rows = Rows(self.manager, alone=len(served) == len(layers))
         self._namespace: Namespace | None = None
@@ -284,11 +299,18 @@ def _window(layers: list[Any], served: list[int]) -> int | None:
     return sizes.pop() if len(sizes) == 1 else None
 
 
-def _hold_to_format(config: Any, format: Format) -> None:
-    """Raises FormatError now, not at the first token, if the config's head_dim does not suit the format."""
+def _geometry(config: Any, dtype: torch.dtype | None, device: str | torch.device) -> LayerSpec:
+    """What the config says of every attention layer."""
     text = config.get_text_config(decoder=True)
     head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-    RecordLayout(format, LayerSpec(1, head_dim, torch.float16))
+    heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+    chosen = dtype or getattr(text, "dtype", None) or getattr(text, "torch_dtype", None) or torch.float32
+    return LayerSpec(heads, head_dim, chosen, torch.device(device))
+
+
+def _hold_to_format(config: Any, format: Format) -> None:
+    """Raises FormatError now, not at the first token, if the config's head_dim does not suit the format."""
+    RecordLayout(format, replace(_geometry(config, torch.float16, "cpu"), kv_heads=1))
 
 
 def _states_of_its_own(text: Any) -> str | None:

@@ -10,11 +10,12 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from qkv.backends.identity import namespace_of
-from qkv.backends.transformers import QKVCache
-from qkv.errors import CorruptSegment, ForeignSegment, InputError, LayerLost, UnsupportedModel
+from qkv.backends.transformers import QKVCache, cache_argument
+from qkv.errors import CorruptSegment, ForeignSegment, InputError, LayerLost, ShapeError, UnsupportedModel
 from qkv.manager import KVManager
 from qkv.offload.disk import DiskStore
 from qkv.offload.io import FileIO
+from qkv.offload.tier import Device, Disk
 
 T = 500
 
@@ -206,3 +207,32 @@ def test_a_cache_that_cannot_be_kept_whole_is_refused(tiny: Any, call: Any, tmp_
     with pytest.raises(InputError, match="at least one block"):
         computed(llama, call, ids[:, :100]).save(tmp_path / "a.h5", ids[:, :100], llama)
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("format", ["kivi2", "kivi4/int8"])
+def test_generation_over_streamed_layers_is_that_of_resident_ones(
+    tiny: Any, call: Any, tmp_path: Path, format: str
+) -> None:
+    llama = tiny("llama", implementation="qkv", num_hidden_layers=8)
+    long = torch.randint(3, 256, (1, 1500), generator=torch.Generator().manual_seed(2))
+    options: dict[str, Any] = {"max_new_tokens": 150, "do_sample": False, "suppress_tokens": [2], "pad_token_id": 2}
+    plain = QKVCache(llama.config, format)
+    made = [llama.generate(long, **{cache_argument(llama): plain}, **options)]
+    limit = plain.memory().records // 2
+    room = [Device(limit), Disk(str(tmp_path), "1GiB")]
+    tiered = QKVCache(llama.config, format, tiers=room, dtype=torch.float32)
+    made.append(llama.generate(long, **{cache_argument(llama): tiered}, **options))
+    assert torch.equal(*made)
+    held = tiered.memory()
+    assert held.records <= limit
+    assert held.disk > 0
+    other = QKVCache(llama.config, format, tiers=room, dtype=torch.float32)
+    with DiskStore(tmp_path / "store") as store:
+        for cache in (tiered, other):
+            cache.attach(store, namespace_of(llama, cache.manager))
+        tiered.persist(made[0][:, :-1])
+        assert other.restore(made[0], left=1) == made[0].shape[1] - 1
+        last = made[0][:, -1:]
+        assert torch.equal(call(llama, last, other).logits, call(llama, last, plain).logits)
+    with pytest.raises(ShapeError, match="as was declared"):
+        call(llama, long, QKVCache(llama.config, format, tiers=room, dtype=torch.bfloat16))

@@ -13,7 +13,7 @@ import torch
 from qkv import AttendOptions, KVManager, RecordLayout, Sequence, get_format
 from qkv.errors import InputError, LayerLost, OutOfBlocks, ShapeError
 from qkv.offload.io import FileIO
-from qkv.offload.tier import SLABS, Device, Disk, Host, most_blocks, places
+from qkv.offload.tier import Device, Disk, Host, most_blocks, places
 from qkv.offload.tiered import TieredRecords
 from qkv.spec import LayerSpec
 
@@ -116,7 +116,7 @@ def test_layers_move_down_only_when_the_device_is_full(tmp_path: Path) -> None:
     manager = tiered([Device(blocks(8)), Host(blocks(4)), Disk(str(tmp_path), blocks(100))])
     sequence, plain = manager.open(), KVManager(LAYERS, "kivi2")
     other, seen = plain.open(), []
-    for chunk in range(10):
+    for chunk in range(14):
         kv = states(256, seed=chunk)
         feed(manager, sequence, kv, 256)
         feed(plain, other, kv, 256)
@@ -191,17 +191,15 @@ def test_a_manager_that_is_gone_leaves_no_thread_and_no_file(tmp_path: Path) -> 
 
 
 def test_places_are_as_many_as_fit_evenly_spread() -> None:
-    assert places([10] * 8, 80, 0, 0) == ["device"] * 8
-    found = places([10] * 8, 79, 0, 80)
+    assert places([10] * 8, 80, 0, 0) == (["device"] * 8, 0)
+    assert places([10] * 8, 79, 0, 80) == (["device", "disk"] * 4, 3)  # four and three slabs
+    assert places([10] * 8, 19, 0, 1000) is None
+    assert places([10] * 8, 29, 0, 1000) == (["disk"] * 8, 2)
+    assert places([10] * 8, 30, 0, 1000) == (["disk"] * 8, 3)
+    assert places([10] * 8, 30, 40, 39) is None
+    found = places([10] * 8, 30, 40, 40)
     assert found is not None
-    assert found.count("device") == 4  # 79 less three slabs
-    assert found == ["device", "disk"] * 4
-    assert places([10] * 8, 10 * SLABS - 1, 0, 1000) is None
-    assert places([10] * 8, 10 * SLABS, 0, 1000) == ["disk"] * 8
-    assert places([10] * 8, 10 * SLABS, 40, 39) is None
-    found = places([10] * 8, 10 * SLABS, 40, 40)
-    assert found is not None
-    assert (found.count("host"), found.count("disk")) == (4, 4)
+    assert (found[0].count("host"), found[0].count("disk")) == (4, 4)
     for limits in ((300, 0, 900), (300, 200, 400), (1000, 0, 0), (35, 0, 10)):
         most = most_blocks([7, 5, 5, 9], *limits)
         assert places([most * size for size in (7, 5, 5, 9)], *limits) is not None or not most
@@ -215,7 +213,7 @@ def test_tiers_that_cannot_be_say_why(tmp_path: Path) -> None:
         ([Device(10**6), disk, Host(5)], {}, InputError, "in this order"),
         ([Device("two")], {}, InputError, "Device|budget"),
         ([Device(10**6)], {"budget": 10**6}, InputError, "a budget too"),
-        ([Device(2 * RECORD), disk], {}, ShapeError, "three layers' records"),
+        ([Device(RECORD), disk], {}, ShapeError, "two layers' records"),
         ([Device(10**6), disk], {"num_blocks": 10**6}, ShapeError, "wanted 1000000"),
         ([Device(10**6), Disk(str(tmp_path / "none"), 10**9)], {}, InputError, "no folder"),
     ]

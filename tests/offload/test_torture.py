@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.timeout(1500)  # the long ones
+
 PROGRAMS = Path(__file__).parent / "torture"
 
 
