@@ -140,7 +140,8 @@ class QKVCache(Cache):  # type: ignore[misc]  # transformers is untyped here
         return account(self.manager, model, self._kept_by_others())
 
     def _with_others(self, held: Memory) -> Memory:
-        return Memory(held.records, held.exact + sum(t.untyped_storage().nbytes() for t in self._kept_by_others()))
+        others = sum(tensor.untyped_storage().nbytes() for tensor in self._kept_by_others())
+        return replace(held, exact=held.exact + others)
 
     def _kept_by_others(self) -> list[torch.Tensor]:
         others = [layer for layer in self.layers if not isinstance(layer, QKVLayer)]
