@@ -17,7 +17,7 @@ from qkv.errors import CorruptSegment
 from qkv.offload.header import checksum
 from qkv.offload.io import FileIO, read_into, write_from
 
-GROUP_BYTES = 1 << 18
+GROUP_BYTES = 1 << 16
 
 
 class Backing:
@@ -52,7 +52,7 @@ class Backing:
     @property
     def nbytes(self) -> int:
         """Held, wherever that is."""
-        return len(self.written) * self.group
+        return sum(self.written.values())
 
     def _pieces(self, part: memoryview, first: int) -> Iterable[tuple[int, memoryview]]:
         """The groups, from `first` on, that a part consists of."""
@@ -93,6 +93,11 @@ class FileRows(Backing):
         self._sums: dict[int, bytes] = {}  # by group
         self._fd = _unnamed(io, folder)
         weakref.finalize(self, io.close, self._fd)
+
+    def drop_cached(self) -> None:
+        """Have the kernel forget the file's pages."""
+        os.fsync(self._fd)
+        os.posix_fadvise(self._fd, 0, 0, os.POSIX_FADV_DONTNEED)
 
     def _put(self, part: memoryview, group: int) -> None:
         write_from(self._io, self._fd, [part], group * self.group)

@@ -43,6 +43,7 @@ class TieredRecords(DeviceTier):
         self._backings: dict[int, Backing] = {}
         self._ring: Ring | None = None
         self._slabs: list[Slab] = []
+        self.most_slabs = 3  # one: nothing is read ahead
 
     def records(self, layer: int) -> torch.Tensor | None:
         """The layer's rows, or None before its first. Raises LayerLost."""
@@ -100,6 +101,12 @@ class TieredRecords(DeviceTier):
             "stall_seconds": ring.stalls if ring else 0.0,
         }
 
+    def drop_cached(self) -> None:
+        """Have the kernel forget the files' pages, so that the next reads are the disk's. For measurements."""
+        for backing in self._backings.values():
+            if isinstance(backing, FileRows):
+                backing.drop_cached()
+
     def _move_down(self, capacity: int) -> None:
         """Room for `capacity` rows: what does not fit on the device then leaves it."""
         sizes = [capacity * size for size in self._row_bytes]
@@ -121,7 +128,7 @@ class TieredRecords(DeviceTier):
         for layer in fresh:
             self._layers[layer] = None
         if self._backings:
-            self._open_ring(min(slabs, len(self._backings)))
+            self._open_ring(min(slabs, len(self._backings), self.most_slabs))
 
     def _moved(self, layer: int, place: str, held: Backing | None) -> Backing:
         """The layer's rows, from the device or from host memory, in a backing of their own."""

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from qkv.bench import checks, decode, divergence, errors, model, pool, prefill, report, rows, seal
+from qkv.bench import checks, decode, divergence, errors, model, offload, pool, prefill, report, rows, seal
 from qkv.bench.data import Geometry, capture, geometry_of, text_ids
 from qkv.bench.rows import Row
 from qkv.errors import InputError
@@ -183,6 +183,31 @@ def pool_command(
     options.check()
     with _results(json) as found:
         found += pool.run(options, _say)
+
+
+@app.command("offload")
+def offload_command(  # noqa: PLR0913  # each is an option of the command line
+    name: Annotated[str, typer.Option("--model", help="A name from `qkv models ls`, a folder or a .gguf file.")],
+    length: Annotated[list[int] | None, typer.Option(help="Tokens of the stored prefix; repeatable.")] = None,
+    question: Annotated[int, typer.Option(help="Tokens behind it.")] = 32,
+    formats: Formats = None,
+    share: Annotated[float, typer.Option(help="Of the records that may be resident while decoding.")] = 0.25,
+    rounds: Annotated[int, typer.Option(help="First tokens by each contestant; one more is dropped.")] = 7,
+    steps: Annotated[int, typer.Option(help="Tokens decoded by each; two more are dropped.")] = 24,
+    threads: Threads = None,
+    folder: Annotated[str, typer.Option(help="On the disk to measure; what is written there is removed.")] = ".",
+    simulated: Annotated[bool, typer.Option(help="Also simulate devices and a model that are not here.")] = True,
+    json: Json = None,
+) -> None:
+    """First token behind a stored prefix, and decoding with a quarter of the records resident. Cold page cache."""
+    given: dict[str, Any] = {"lengths": tuple(length)} if length else {}
+    given |= {"formats": checks.formats(formats)} if formats else {}
+    given |= {"question": question, "share": share, "rounds": rounds, "steps": steps, "threads": threads}
+    options = offload.OffloadOptions(name, folder=folder, simulated=simulated, **given)
+    options.check()
+    with _results(json) as found:
+        loaded, tokenizer = _load(name)
+        found += offload.run(loaded, tokenizer, options, _say)
 
 
 @app.command("model")
