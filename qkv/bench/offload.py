@@ -51,6 +51,13 @@ def run(model: Any, tokenizer: Any, options: OffloadOptions, say: Any) -> list[R
     from qkv.bench import simulated, streamed, ttft
 
     options.check()
+    limit = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
+    longest = max(options.lengths) + max(options.question, streamed.SAME_TOKENS, options.steps + 3)
+    if limit is not None and longest > limit:
+        raise InputError(
+            f"length: got {max(options.lengths)} and {longest - max(options.lengths)} tokens behind it, wanted at most "
+            f"{limit} in all, the context of {options.name}"
+        )
     enable(model)
     rows = []
     with (

@@ -21,6 +21,8 @@ def show(console: Console, rows: list[Row]) -> None:
         _seal(console, rows)
     elif suite == "pool":
         _pool(console, rows)
+    elif suite == "offload":
+        _offload(console, rows)
     else:
         _model(console, rows)
     console.print(f"threads: {rows[0].threads}; p20 - p80 in brackets; x: times better than the baseline")
@@ -136,6 +138,19 @@ def _pool(console: Console, rows: list[Row]) -> None:
         note = f"{_x(row.ratio)} of {row.baseline}" if row.ratio is not None else row.note
         table.add_row(row.metric, _spread(row), f"{row.unit} a block" if row.unit == "us" else row.unit, note)
     console.print(table)
+
+
+def _offload(console: Console, rows: list[Row]) -> None:
+    for case in dict.fromkeys(row.case for row in rows):
+        table = Table(
+            "tokens", "by", "format", "what", "median (p20 - p80)", "against", "note", title=f"offload: {case}"
+        )
+        for row in rows:
+            if row.case == case:
+                value = f"{_spread(row)} {row.unit}"
+                against = f"{_x(row.ratio)} {row.baseline}" if row.ratio is not None else ""
+                table.add_row(f"{row.shape.context:,}", row.impl, row.format, row.metric, value, against, row.note)
+        console.print(table)
 
 
 def _model(console: Console, rows: list[Row]) -> None:

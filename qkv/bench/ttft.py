@@ -209,9 +209,7 @@ def _rows(
             impl, format = key, "exact"
         stats, prefix = Stats.of(samples), made[format]
         size = None if impl.startswith(("recompute", "in memory")) else prefix.layer_bytes * prefix.head.header.layers
-        note = "median of interleaved samples, page cache dropped before each"
-        if size:
-            note += f"; {size / stats.median / 1e9:.2f} GB/s of what it needs"
+        note = f"{size / stats.median / 1e9:.2f} GB/s" if size and impl.startswith("raw") else ""
         rows.append(Row(
             SUITE, name, format, impl, "ttft", stats.median, "s", told, stats.p20, stats.p80, stats.n, recompute,
             median(times[recompute]) / stats.median, size, note=note,
@@ -225,15 +223,18 @@ def _pipeline(
 ) -> list[Row]:  # fmt: skip
     """T/T*: T* from plain reads and resident computation of the same rounds. And the reader's rate against those."""
     kept = len(times[f"raw preadv, {prefix.format}"])
+    shortest = [
+        ideal(loads, layers) + rest for loads, (layers, rest) in zip(raws[-kept:], computes[-kept:], strict=True)
+    ]
+    taken, first = (
+        [seconds / least for seconds, least in zip(times[f"store, {how}, {prefix.format}"], shortest, strict=True)]
+        for how in ("read ahead", "all layers first")
+    )
     loads = [median(each) for each in zip(*raws[-kept:], strict=True)]
-    layers = [median(each) for each in zip(*(layers for layers, _ in computes[-kept:]), strict=True)]
-    rest = median(rest for _, rest in computes[-kept:])
-    shortest = ideal(loads, layers) + rest
-    taken = [seconds / shortest for seconds in times[f"store, read ahead, {prefix.format}"]]
-    first = [seconds / shortest for seconds in times[f"store, all layers first, {prefix.format}"]]
     note = (
-        f"T* {shortest * 1e3:.1f} ms: raw reads {sum(loads) * 1e3:.1f} ms, layers {sum(layers) * 1e3:.1f} ms, "
-        f"embedding and head {rest * 1e3:.1f} ms"
+        f"T* {median(shortest) * 1e3:.1f} ms: raw reads {sum(loads) * 1e3:.1f} ms, layers "
+        f"{median(sum(layers) for layers, _ in computes[-kept:]) * 1e3:.1f} ms, fork, embedding and head "
+        f"{median(rest for _, rest in computes[-kept:]) * 1e3:.1f} ms; round by round"
     )
     rate = sum(loads) / sum(prefix.loads)
     return [

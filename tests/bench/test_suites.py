@@ -2,13 +2,14 @@
 
 import copy
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from qkv.bench import contest, decode, divergence, errors, model, prefill, seal
+from qkv.bench import contest, decode, divergence, errors, model, offload, prefill, seal, simulated
 from qkv.bench.data import Geometry, capture, geometry_of, text_ids
 from qkv.bench.rows import Row
 from qkv.errors import FormatError, InputError
@@ -127,6 +128,40 @@ def test_model(tiny: Any) -> None:
     assert tiny.config._attn_implementation == "sdpa"
 
 
+def test_offload(tmp_path: Any) -> None:
+    config = AutoConfig.for_model(
+        "llama", hidden_size=64, intermediate_size=128, num_hidden_layers=8, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=16, vocab_size=256, max_position_embeddings=2048,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    made = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").eval()
+    options = offload.OffloadOptions(
+        "tiny", (1200,), 8, ("kivi2", "exact"), share=0.5, rounds=3, steps=3, folder=str(tmp_path), simulated=False
+    )
+    rows = offload.run(made, Tokenizer(), options, lambda text: None)
+    assert all(math.isfinite(row.value) and row.value > 0 for row in rows)
+    for impl in ("recompute, DynamicCache", "store, read ahead", "store, all layers first", "raw preadv", "in memory"):
+        assert by(rows, impl=impl, metric="ttft"), impl
+    (amplification,) = by(rows, metric="read amplification")
+    assert 1 <= amplification.value < 1.2
+    assert len(by(rows, metric="T/T*")) == 4
+    steps = by(rows, metric="decode step")
+    assert [row.impl for row in steps] == [
+        "resident", "streamed, read ahead", "streamed, one layer at a time", "raw preadv",
+    ]  # fmt: skip
+    assert all("identical with resident: True" in row.note for row in steps[:3])
+    assert list(tmp_path.iterdir()) == []
+    with pytest.raises(InputError, match="wanted at most 2048 in all"):
+        offload.run(made, Tokenizer(), replace(options, lengths=(2040,)), print)
+
+
+def test_simulated_devices_say_so_and_come_near_the_ideal() -> None:
+    model_ = simulated.Model("small", 12, 8, 8, 128, 1e13, 4e14, 3e15)
+    rows = simulated.run(tokens=32768, question=512, rounds=2, model=model_)
+    assert all("SIMULATED" in row.note and row.impl.startswith("simulated") for row in rows)
+    assert all(0.85 < row.value < 4 for row in rows if row.unit == "x"), [row.value for row in rows]
+
+
 def test_divergence_is_of_the_default_and_the_precise_path(tiny: Any) -> None:
     rows = divergence.run(tiny, Tokenizer(), "tiny", 300, ("kivi2",))
     assert [(row.impl, row.metric) for row in rows] == [("qkv", "kl"), ("qkv precise", "kl"), ("qkv", "kl_added")]
@@ -174,6 +209,9 @@ def test_every_contestant_reads_the_same_tokens(tiny: Any) -> None:
         (prefill.PrefillOptions(SMALL, histories=(0,)), "history: got 0"),
         (prefill.PrefillOptions(SMALL, chunk=0), "chunk: got 0"),
         (seal.SealOptions(SMALL, blocks=0), "blocks: got 0"),
+        (offload.OffloadOptions("m", share=1.0), "share: got 1.0"),
+        (offload.OffloadOptions("m", rounds=1), "rounds: got 1"),
+        (offload.OffloadOptions("m", folder="no/such"), "folder: got 'no/such'"),
         (model.ModelOptions("m", lengths=(20,)), "length: got 20, wanted at least 35"),
         (model.ModelOptions("m", prefill_rounds=0), "prefill_rounds: got 0"),
     ],
