@@ -156,7 +156,7 @@ def test_offload(tmp_path: Any) -> None:
 
 
 def test_simulated_devices_say_so_and_come_near_the_ideal() -> None:
-    model_ = simulated.Model("small", 12, 8, 8, 128, 1e13, 4e14, 3e15)
+    model_ = simulated.Model("small", 12, 8, 8, 128, 1e10, 4e14, 3e12)
     rows = simulated.run(tokens=32768, question=512, rounds=2, model=model_)
     assert all("SIMULATED" in row.note and row.impl.startswith("simulated") for row in rows)
     assert all(0.85 < row.value < 4 for row in rows if row.unit == "x"), [row.value for row in rows]
