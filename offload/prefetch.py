@@ -21,6 +21,7 @@ class Prefetch:
     """Reads layers 0, 1, ... in order, at most `ahead` of them at a time beyond the one that is used.
 
     read     fills a slab (uint8, writable, of slab_bytes) with a layer; raises if it cannot
+    land     called with a layer that was read and its slab, to bring it nearer; never begun once `stop` has returned
     seconds  how long `take` waits for one layer
     at_end   called on the reader's thread when it will read no more
     ahead    slabs to begin with; grows up to MOST_AHEAD where a layer was waited for although the reader had been idle:
@@ -36,8 +37,10 @@ class Prefetch:
         seconds: float,
         ahead: int = 2,
         at_end: Callable[[], None] = lambda: None,
+        land: Callable[[int, memoryview], None] = lambda layer, slab: None,
     ) -> None:
         self._read, self._layers, self._slab_bytes, self._seconds = read, layers, slab_bytes, seconds
+        self._land, self._landing = land, threading.RLock()  # R: a collector may call `stop` on the reader's thread
         self._changed, self._at_end = threading.Condition(), at_end
         self._free: deque[memoryview] = deque()
         self._ready: dict[int, memoryview] = {}
@@ -77,10 +80,12 @@ class Prefetch:
             self._changed.notify_all()
 
     def stop(self) -> None:
-        """Read no further layer. Returns at once."""
+        """Read no further layer. Returns at once, or when the layer that is landing has landed."""
         with self._changed:
             self._stopped = True
             self._changed.notify_all()
+        with self._landing:
+            return
 
     def _add_slab(self) -> None:
         slab = np.empty(self._slab_bytes, np.uint8)
@@ -107,6 +112,10 @@ class Prefetch:
             began = perf_counter()
             try:
                 self._read(layer, slab)
+                with self._landing:
+                    if self._stopped:
+                        return
+                    self._land(layer, slab)
             except BaseException as error:  # whatever it is, the thread that waits must hear of it
                 with self._changed:
                     self._error = layer, error

@@ -72,6 +72,9 @@ class TieredRecords(DeviceTier):
             slab = self._ring.take(layer)
             self._keep(backing, slab.rows[: self._rows * backing.row_bytes], backing.groups_of(rows))
 
+    def resident(self, layer: int) -> bool:
+        return layer not in self._backings
+
     @property
     def nbytes(self) -> int:
         """On the device, slabs included."""

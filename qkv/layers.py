@@ -3,6 +3,8 @@
 Knows where bytes go, not who holds them (qkv/ledger.py does).
 """
 
+from collections import abc
+
 import torch
 
 from qkv import ops
@@ -111,15 +113,10 @@ class Layers:
         if k.shape[1]:
             ops.store_tokens(k, v, pieces, table.tail_ids, start)
 
-    def place(
-        self,
-        layer: int,
-        layout: RecordLayout,
-        holding: Holding,
-        parts: tuple[torch.Tensor, ...],
-        capacity: tuple[int, int],
-    ) -> None:
-        """Bytes of a stored layer to where `holding` says: parts are sink [2, H, T, D], records, tail, as uint8.
+    def reserve(
+        self, layer: int, layout: RecordLayout, capacity: tuple[int, int]
+    ) -> tuple[RecordLayout, torch.Tensor | None]:
+        """Room for stored rows of a layer; its layout and its records, if those stay where they are.
 
         capacity: blocks and pieces that the pools may name. Raises ShapeError (a layer of other geometry).
         """
@@ -128,14 +125,33 @@ class Layers:
             raise ShapeError(f"layer {layer}: got stored {layout.layer}, wanted {held.layer}")
         layout = held or next((other for other in self.layouts if other == layout), layout)
         self.layouts[layer] = layout
-        spec, sink, tail = layout.layer, holding.counts.sink, holding.counts.tail
+        spec = layout.layer
         if self.budget is not None:
             capacity = self.budget.num_blocks, self.budget.num_pieces
         self.exact.reserve(layer, capacity[1], PIECE_TOKENS * spec.token_bytes, spec.device)
         records = self.records.reserve(layer, capacity[0], layout.record_bytes, spec.device)
-        table = holding.table(spec.device)
-        records[table.block_ids] = parts[1].view(-1, layout.record_bytes).to(spec.device)
-        self.records.wrote(layer, list(holding.block_ids))
+        return layout, records if self.records.resident(layer) else None
+
+    def place(
+        self,
+        layer: int,
+        layout: RecordLayout,
+        holding: Holding,
+        parts: tuple[torch.Tensor, ...],
+        capacity: tuple[int, int],
+        landed: torch.Tensor | None,
+    ) -> None:
+        """Bytes of a stored layer to where `holding` says: parts are sink [2, H, T, D], records, tail, as uint8.
+
+        landed: where its records have been written already. Else as `reserve`.
+        """
+        layout, _ = self.reserve(layer, layout, capacity)
+        spec, sink, tail = layout.layer, holding.counts.sink, holding.counts.tail
+        table, records = holding.table(spec.device), self.records.records(layer)
+        assert records is not None
+        if records is not landed:  # the pool has grown since: to other memory
+            land(records, holding.block_ids, parts[1])
+            self.records.wrote(layer, list(holding.block_ids))
         for data, ids, tokens in ((parts[0], table.sink_ids, sink), (parts[2], table.tail_ids, tail)):
             if tokens:
                 k, v = data.clone().view(spec.dtype).view(2, spec.kv_heads, tokens, spec.head_dim).to(spec.device)
@@ -206,3 +222,14 @@ class Layers:
                 made = torch.zeros(2, spec.kv_heads, 0, spec.head_dim, dtype=spec.dtype, device=spec.device)
             self._empty[layout] = made
         return made
+
+
+def land(records: torch.Tensor, ids: abc.Sequence[int], data: torch.Tensor) -> None:
+    """Copy bytes of whole records, one after another, to rows `ids` of records uint8 [N, R], in place."""
+    rows, at = data.view(-1, records.shape[1]), 0
+    while at < len(ids):
+        end = at + 1
+        while end < len(ids) and ids[end] == ids[end - 1] + 1:
+            end += 1
+        records[ids[at] : ids[at] + end - at].copy_(rows[at:end])
+        at = end

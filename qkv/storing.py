@@ -7,13 +7,14 @@ from time import monotonic
 import torch
 
 from qkv.errors import CorruptSegment, InputError, LayerLost, OutOfBlocks
-from qkv.layers import Layers
+from qkv.layers import Layers, land
 from qkv.ledger import Ledger, settled
 from qkv.offload.checkpoint import Found, Sizes, header_of
 from qkv.offload.disk import DiskStore
 from qkv.offload.onefile import OneFile
 from qkv.offload.prefetch import Prefetch, within
 from qkv.offload.segment import LayerBytes
+from qkv.pool import BlockPool
 from qkv.prefix import Prefix
 from qkv.reports import Match
 from qkv.sequence import Counts, Holding, Sequence, pieces_for
@@ -174,8 +175,14 @@ class Loading:
             for layer, layout in enumerate(layouts)
         ]
         slab = max(map(sum, self._parts))
+        pools = storing._sharing.ledger
+        capacity = pools.blocks.capacity, pools.pieces.capacity
+        self._rows = [storing._layers.reserve(n, layout, capacity)[1] for n, layout in enumerate(layouts)]
         read = partial(_read, found, self._parts, storing.seconds)
-        self.prefetch = Prefetch(read, len(layouts), slab, seconds=storing.seconds, at_end=found.close)
+        self.prefetch = Prefetch(
+            read, len(layouts), slab, seconds=storing.seconds, at_end=found.close,
+            land=partial(_land, self._rows, self._holding.block_ids, self._parts),
+        )  # fmt: skip
         weakref.finalize(self, self.prefetch.stop)  # the reader does not outlive a sequence that nobody closed
 
     def arrive(self, layer: int) -> None:
@@ -217,7 +224,7 @@ class Loading:
         storing, parts = self._storing, torch.split(data, [sink, records, tail])
         pools = storing._sharing.ledger
         capacity = pools.blocks.capacity, pools.pieces.capacity
-        storing._layers.place(layer, self._layouts[layer], self._holding, parts, capacity)
+        storing._layers.place(layer, self._layouts[layer], self._holding, parts, capacity, self._rows[layer])
 
 
 def _read(found: Found, parts: list[tuple[int, int, int]], seconds: float, layer: int, slab: memoryview) -> None:
@@ -233,13 +240,37 @@ def _read(found: Found, parts: list[tuple[int, int, int]], seconds: float, layer
         segment.read_layer(layer, rows, sink=slab[:sink] if not place else None, tail=own_tail, deadline=deadline)
 
 
+def _land(
+    rows: list[torch.Tensor | None], ids: tuple[int, ...], parts: list[tuple[int, int, int]], layer: int,
+    slab: memoryview,
+) -> None:  # fmt: skip
+    """A layer's records from its slab to its rows, on the reader's thread. `place` looks whether they are still those.
+
+    The rows belong to the sequence until it is closed, and closing it stops the reader first.
+    """
+    held, (sink, records, _) = rows[layer], parts[layer]
+    if held is not None:
+        with torch.inference_mode(False):
+            land(held, ids, torch.frombuffer(slab, dtype=torch.uint8)[sink : sink + records])
+
+
 def _allocate(ledger: Ledger, counts: Counts) -> tuple[list[int], list[int]]:
-    blocks = ledger.blocks.allocate(counts.sealed)
+    """Blocks and pieces for these counts, and room for a question: the pools do not grow as soon as it comes."""
+    question = Counts(0, 1, BLOCK_TOKENS) if ledger.blocks.limit is None else Counts(0, 0, 0)
+    blocks = _first(ledger.blocks, counts.sealed, question.sealed)
     try:
-        return blocks, ledger.pieces.allocate(pieces_for(counts.sink) + pieces_for(counts.tail))
+        pieces = pieces_for(counts.sink) + pieces_for(counts.tail)
+        return blocks, _first(ledger.pieces, pieces, pieces_for(question.tail))
     except BaseException:
         ledger.blocks.release(blocks)
         raise
+
+
+def _first(pool: BlockPool, count: int, spare: int) -> list[int]:
+    """`count` ids; the pool has at least `spare` more."""
+    ids = pool.allocate(count + spare)
+    pool.release(ids[count:])
+    return ids[:count]
 
 
 def _flat(tensor: torch.Tensor) -> memoryview:

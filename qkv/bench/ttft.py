@@ -1,8 +1,10 @@
 """`qkv bench offload`, first part: time to first token behind a stored prefix, with a cold page cache.
 
 Contestants read the same prompt and question, in turn: computed by transformers and by qkv; taken from the store with
-layers read ahead; all layers first, then computed. Next to them a plain `preadv` of the same extents, from which T*,
-the shortest time that loading and computing can take together (qkv/offload/prefetch.py `ideal`), is worked out.
+layers read ahead, by a manager whose memory was used before as an engine's is, and by a new one, which gets memory from
+the system page by page; all layers first, then computed. Next to them a plain `preadv` of the same extents into memory
+used before, from which T*, the shortest time that loading and computing can take together (qkv/offload/prefetch.py
+`ideal`), is worked out; and the store's reader, which checks what it reads, into the same memory.
 """
 
 import os
@@ -24,8 +26,10 @@ from qkv.bench.timing import Stats, interleave
 from qkv.offload.disk import DiskStore
 from qkv.offload.io import FileIO
 from qkv.offload.prefetch import ideal
+from qkv.offload.segment import Segment
 
 SUITE = "offload"
+AHEAD, NEW, FIRST = WAYS = "read ahead", "read ahead, new cache", "all layers first"
 Say = Callable[[str], None]
 
 
@@ -65,7 +69,7 @@ class Prefix:
         entry = next(entry for entry in store.entries() if entry.name == name)
         with store.segment(entry) as segment:
             self.path, self.head = segment.path, segment.head
-        self.loads: list[float] = []
+        self.engine = self._attached()
         self.token = int(self.from_memory().argmax())
 
     def forward(self, ids: torch.Tensor, cache: Any) -> torch.Tensor:
@@ -77,20 +81,27 @@ class Prefix:
     def from_memory(self) -> torch.Tensor:
         return self.forward(self.question, self.resident.fork())
 
-    def from_store(self, wait: bool) -> torch.Tensor:
-        """As a new process would: look up, load, compute the question. wait: for all layers, before it computes."""
+    def _attached(self) -> QKVCache:
         cache = QKVCache(self.model.config, self.format)
         cache.attach(self.store, self.namespace, self.model.device)
+        return cache
+
+    def forget(self) -> None:
+        """The engine's memory is free again: nothing of the prefix is found in it."""
+        self.engine.reset()
+        pool = self.engine.manager.pool
+        pool.evict(pool.stats().evictable)
+
+    def from_store(self, how: str) -> torch.Tensor:
+        """Look up, load, compute the question. how: one of WAYS. `forget` first."""
+        cache, wait = self._attached() if how == NEW else self.engine, how == FIRST
         tokens = cache.restore(self.ids, left=0, wait=False)
         assert tokens == self.ids.shape[1], "the store has lost the prefix"
         sequence = cache.rows.sequences[0]
-        loading: Any = sequence.loading
         if wait:
             sequence.arrive()
         logits = self.forward(self.question, cache)
         assert int(logits.argmax()) == self.token
-        if wait:
-            self.loads = list(loading.prefetch.loads)
         return logits
 
     def computed(self) -> torch.Tensor:
@@ -117,6 +128,17 @@ class Prefix:
         finally:
             os.close(fd)
         return took
+
+    def read(self, buffer: memoryview) -> None:
+        """The same bytes by the store's own reader, every checksum looked at."""
+        with Segment.open(self.path) as segment:
+            for layer in range(segment.header.layers):
+                _, *blocks, sink, tail = segment.header.parts(layer)
+                views, at = [], 0
+                for size in (*blocks, sink, tail):
+                    views.append(buffer[at : at + size])
+                    at += size
+                segment.read_layer(layer, views[:-2], sink=views[-2], tail=views[-1])
 
     def computes(self) -> tuple[list[float], float]:
         """Seconds of each layer, and of all the rest, for the question over what is in memory."""
@@ -149,13 +171,20 @@ def run(model: Any, tokenizer: Any, options: OffloadOptions, length: int, folder
         made = {format: Prefix(model, store, format, ids[:, :length], ids[:, length:]) for format in formats}
         contestants, raws, computes = _contestants(model, made, ids)
         say(f"  {length:,} tokens: {', '.join(contestants)}")
-        times = interleave(contestants, rounds, warmup=1, before=lambda name: drop_cached(store.path))
+
+        def before(name: str) -> None:
+            drop_cached(store.path)
+            for prefix in made.values():
+                prefix.forget()
+
+        times = interleave(contestants, rounds, warmup=1, before=before)
         rows = _rows(name, length, question, model, made, times)
         for format, prefix in made.items():
             rows += _pipeline(rows[0], prefix, times, raws[format], computes[format])
         io.read = 0
         main = made[formats[0]]
-        main.from_store(True)
+        main.forget()
+        main.from_store(FIRST)
         useful = main.layer_bytes * main.head.header.layers
         note = f"{io.read:,} bytes read, head included, of {useful:,} used"
         rows.append(
@@ -178,9 +207,10 @@ def _contestants(
     raws: dict[str, list[list[float]]] = {format: [] for format in made}
     computes: dict[str, list[tuple[list[float], float]]] = {format: [] for format in made}
     for format, prefix in made.items():
-        contestants[f"store, read ahead, {format}"] = partial(prefix.from_store, False)
-        contestants[f"store, all layers first, {format}"] = partial(prefix.from_store, True)
+        for how in WAYS:
+            contestants[f"store, {how}, {format}"] = partial(prefix.from_store, how)
         contestants[f"raw preadv, {format}"] = lambda f=format, p=prefix: raws[f].append(p.raw(buffer))  # type: ignore[misc]
+        contestants[f"reader, {format}"] = partial(prefix.read, buffer)
         contestants[f"in memory, {format}"] = lambda f=format, p=prefix: computes[f].append(p.computes())  # type: ignore[misc]
     return contestants, raws, computes
 
@@ -209,7 +239,7 @@ def _rows(
             impl, format = key, "exact"
         stats, prefix = Stats.of(samples), made[format]
         size = None if impl.startswith(("recompute", "in memory")) else prefix.layer_bytes * prefix.head.header.layers
-        note = f"{size / stats.median / 1e9:.2f} GB/s" if size and impl.startswith("raw") else ""
+        note = f"{size / stats.median / 1e9:.2f} GB/s" if size and impl in ("raw preadv", "reader") else ""
         rows.append(Row(
             SUITE, name, format, impl, "ttft", stats.median, "s", told, stats.p20, stats.p80, stats.n, recompute,
             median(times[recompute]) / stats.median, size, note=note,
@@ -226,23 +256,26 @@ def _pipeline(
     shortest = [
         ideal(loads, layers) + rest for loads, (layers, rest) in zip(raws[-kept:], computes[-kept:], strict=True)
     ]
-    taken, first = (
-        [seconds / least for seconds, least in zip(times[f"store, {how}, {prefix.format}"], shortest, strict=True)]
-        for how in ("read ahead", "all layers first")
-    )
+    over = {
+        how: [seconds / least for seconds, least in zip(times[f"store, {how}, {prefix.format}"], shortest, strict=True)]
+        for how in WAYS
+    }
     loads = [median(each) for each in zip(*raws[-kept:], strict=True)]
     note = (
         f"T* {median(shortest) * 1e3:.1f} ms: raw reads {sum(loads) * 1e3:.1f} ms, layers "
         f"{median(sum(layers) for layers, _ in computes[-kept:]) * 1e3:.1f} ms, fork, embedding and head "
         f"{median(rest for _, rest in computes[-kept:]) * 1e3:.1f} ms; round by round"
     )
-    rate = sum(loads) / sum(prefix.loads)
+    raw, read = (times[f"{way}, {prefix.format}"] for way in ("raw preadv", "reader"))
+    rate = Stats.of([plain / checked for plain, checked in zip(raw, read, strict=True)])
     return [
-        _row(like, prefix.format, "store, read ahead", "T/T*", Stats.of(taken), "x", note=note),
-        _row(like, prefix.format, "store, all layers first", "T/T*", Stats.of(first), "x", note=note),
+        *(
+            _row(like, prefix.format, f"store, {how}", "T/T*", Stats.of(taken), "x", note=note)
+            for how, taken in over.items()
+        ),
         _row(
-            like, prefix.format, "store, reader", "rate of raw preadv", Stats.of([rate]), "share",
-            note="read and checked, against plain preadv of the same bytes; last round",
+            like, prefix.format, "reader", "rate of raw preadv", rate, "share",
+            note="opened, read and checked, over plain preadv of the same bytes into the same memory; round by round",
         ),
     ]  # fmt: skip
 

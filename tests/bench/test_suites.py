@@ -144,7 +144,7 @@ def test_offload(tmp_path: Any) -> None:
         assert by(rows, impl=impl, metric="ttft"), impl
     (amplification,) = by(rows, metric="read amplification")
     assert 1 <= amplification.value < 1.2
-    assert len(by(rows, metric="T/T*")) == 4
+    assert len(by(rows, metric="T/T*")) == 6
     steps = by(rows, metric="decode step")
     assert [row.impl for row in steps] == [
         "resident", "streamed, read ahead", "streamed, one layer at a time", "raw preadv",

@@ -111,6 +111,49 @@ def test_a_reloaded_run_is_bit_for_bit_the_run_that_stored_it(tmp_path: Path, fo
         assert store.counts["hits"] == 1
 
 
+def test_layers_land_where_they_are_wanted_whatever_the_pool_does_meanwhile(tmp_path: Path) -> None:
+    tokens, others = ids(1200), ids(3000, seed=5)
+    saved(tmp_path / "store", tokens)
+    with DiskStore(tmp_path / "store", readonly=True) as store:
+        plain = manager(store)
+        wanted = bits(plain, plain.open([*tokens, 1], space()))
+        for layers in range(3):  # so many have landed when the pool grows to other memory
+            kvs = manager(store)
+            reader = kvs.open([*tokens, 1], space())
+            loading: Any = reader.loading
+            end = time.monotonic() + 10
+            while len(loading.prefetch.loads) < layers:
+                assert time.monotonic() < end
+                time.sleep(0.001)
+            before = loading._rows[0].data_ptr()
+            append(kvs, kvs.open(), others)
+            held = kvs._layers.records.records(0)
+            assert held is not None
+            assert held.data_ptr() != before
+            assert same(bits(kvs, reader), wanted)
+            kvs.check()
+
+
+def test_a_sequence_closed_while_its_layers_land_writes_to_nobodys_blocks(tmp_path: Path) -> None:
+    tokens, others = ids(1200), ids(1200, seed=6)
+    saved(tmp_path / "store", tokens)
+    with DiskStore(tmp_path / "store", readonly=True) as store:
+        plain = KVManager(LAYERS, "kivi2")
+        alone = plain.open()
+        append(plain, alone, others)
+        kvs = manager(store, num_blocks=9)
+        for turn in range(30):
+            reader = kvs.open([*tokens, 1], space())
+            assert kvs.length(reader) == len(tokens)
+            time.sleep(turn * 1e-4)
+            kvs.close(reader)
+            other = kvs.open()
+            append(kvs, other, others)
+            assert same(bits(kvs, other), bits(plain, alone)), turn
+            kvs.close(other)
+        kvs.check()
+
+
 def test_every_hdf5_tool_opens_a_segment(tmp_path: Path) -> None:
     path = saved(tmp_path / "store", ids(700))
     assert os.stat(path).st_mode & 0o777 == 0o600
