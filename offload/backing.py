@@ -1,9 +1,11 @@
 """Where a streamed layer's rows lie between two steps: host memory, or an unnamed file. Written and read in groups.
 
-A group is a run of whole rows of about GROUP_BYTES. A file's groups have checksums here: what is read is what was
-written, or CorruptSegment.
+A group is a run of whole rows of about GROUP_BYTES; so many groups are a chunk. A file's chunks have checksums here:
+what is read is what was written, or CorruptSegment. Files are read past the page cache, whose copies would take a core
+from the computation that they are read beside. Who has memory to spare for them gives it to the host tier.
 """
 
+import errno
 import os
 import tempfile
 import weakref
@@ -16,38 +18,44 @@ import numpy as np
 from qkv.errors import CorruptSegment
 from qkv.offload.header import checksum
 from qkv.offload.io import FileIO, read_into, write_from
+from qkv.offload.tier import PAGE, slab_bytes
 
 GROUP_BYTES = 1 << 16
+CHUNK_GROUPS = 16  # a checksum each: a reader that goes back to Python often waits for the interpreter each time
 
 
 class Backing:
-    """One layer's rows. Rows that were never written are not read: what `load` leaves there is of no meaning."""
+    """One layer's rows. Rows that were never written are not read: what `load` leaves there is of no meaning.
+
+    `store` and `load` take memory that begins with the layer's rows. `load` may write to the rest of the last page.
+    """
 
     def __init__(self, row_bytes: int) -> None:
         self.row_bytes = row_bytes
         self.group = max(1, GROUP_BYTES // row_bytes) * row_bytes
         self.written: dict[int, int] = {}  # by group: bytes, fewer where the layer's rows ended when it was written
+        self._runs: list[tuple[int, int]] = []  # first and end, in bytes, of what was written
         self.bytes_read = self.bytes_written = 0
 
     def groups_of(self, rows: Iterable[int]) -> list[int]:
         return sorted({row * self.row_bytes // self.group for row in rows})
 
     def store(self, rows: memoryview, groups: list[int]) -> None:
-        """Keep these groups of the layer's rows. Raises OSError."""
+        """Keep these groups of the layer's rows; all that was ever written stands in them. Raises OSError."""
         for first, end in _runs(groups):
             part = rows[first * self.group : min(end * self.group, len(rows))]
             self._put(part, first)
             self.bytes_written += len(part)
             for group in range(first, end):
                 self.written[group] = min(self.group, len(rows) - group * self.group)
+        self._runs = self._spans(sorted(self.written))
 
     def load(self, rows: memoryview, seconds: float) -> None:
         """Fill what was written of the layer's rows. Raises CorruptSegment, OSError (TimeoutError: late)."""
         deadline = monotonic() + seconds
-        for first, end in _runs(sorted(self.written)):
-            part = rows[first * self.group : (end - 1) * self.group + self.written[end - 1]]
-            self._get(part, first, deadline)
-            self.bytes_read += len(part)
+        for begin, end in self._runs:
+            self._get(rows, begin, end, deadline)
+            self.bytes_read += end - begin
 
     @property
     def nbytes(self) -> int:
@@ -59,10 +67,14 @@ class Backing:
         for at in range(0, len(part), self.group):
             yield first + at // self.group, part[at : at + self.group]
 
+    def _spans(self, groups: list[int]) -> list[tuple[int, int]]:
+        """First and end, in bytes, of runs of written groups."""
+        return [(first * self.group, (end - 1) * self.group + self.written[end - 1]) for first, end in _runs(groups)]
+
     def _put(self, part: memoryview, group: int) -> None:
         raise NotImplementedError
 
-    def _get(self, part: memoryview, group: int, deadline: float) -> None:
+    def _get(self, rows: memoryview, begin: int, end: int, deadline: float) -> None:
         raise NotImplementedError
 
 
@@ -79,8 +91,8 @@ class HostRows(Backing):
                 self._held[number] = np.zeros(self.group, np.uint8)
             self._held[number][: len(piece)] = piece
 
-    def _get(self, part: memoryview, group: int, deadline: float) -> None:
-        for number, piece in self._pieces(part, group):
+    def _get(self, rows: memoryview, begin: int, end: int, deadline: float) -> None:
+        for number, piece in self._pieces(rows[begin:end], begin // self.group):
             piece[:] = self._held[number][: len(piece)].data
 
 
@@ -90,27 +102,68 @@ class FileRows(Backing):
     def __init__(self, row_bytes: int, folder: str, io: FileIO) -> None:
         super().__init__(row_bytes)
         self._io, self._path = io, os.path.join(folder, "qkv")
-        self._sums: dict[int, bytes] = {}  # by group
+        self._sums: dict[int, bytes] = {}  # by chunk
         self._fd = _unnamed(io, folder)
         weakref.finalize(self, io.close, self._fd)
+        self._size, self.direct = 0, self._open_direct()
 
     def drop_cached(self) -> None:
         """Have the kernel forget the file's pages."""
         os.fsync(self._fd)
         os.posix_fadvise(self._fd, 0, 0, os.POSIX_FADV_DONTNEED)
 
-    def _put(self, part: memoryview, group: int) -> None:
-        write_from(self._io, self._fd, [part], group * self.group)
-        for number, piece in self._pieces(part, group):
-            self._sums[number] = checksum(piece, None)
+    def store(self, rows: memoryview, groups: list[int]) -> None:
+        super().store(rows, groups)
+        for chunk in {group // CHUNK_GROUPS for group in groups}:
+            self._sums[chunk] = self._sum(rows, chunk)
 
-    def _get(self, part: memoryview, group: int, deadline: float) -> None:
-        offset = group * self.group
-        if read_into(self._io, self._fd, [part], offset, deadline) < len(part):
-            raise CorruptSegment(self._path, offset, "the file ends")
-        for number, piece in self._pieces(part, group):
-            if checksum(piece[: self.written[number]], None) != self._sums[number]:
-                raise CorruptSegment(self._path, number * self.group, "spilled records do not match their checksum")
+    def load(self, rows: memoryview, seconds: float) -> None:
+        super().load(rows, seconds)
+        for chunk, wanted in self._sums.items():
+            if self._sum(rows, chunk) != wanted:
+                at = chunk * CHUNK_GROUPS * self.group
+                raise CorruptSegment(self._path, at, "spilled records do not match their checksum")
+
+    def _sum(self, rows: memoryview, chunk: int) -> bytes:
+        groups = range(chunk * CHUNK_GROUPS, (chunk + 1) * CHUNK_GROUPS)
+        spans = self._spans([group for group in groups if group in self.written])
+        return b"".join(checksum(rows[begin:end], None) for begin, end in spans)
+
+    def _put(self, part: memoryview, group: int) -> None:
+        size = slab_bytes(group * self.group + len(part))
+        if size > self._size:
+            self._io.fallocate(self._fd, size)  # whole pages: no read past the page cache ends in half a one
+            self._size = size
+        write_from(self._io, self._fd, [part], group * self.group)
+
+    def _get(self, rows: memoryview, begin: int, end: int, deadline: float) -> None:
+        done = self._get_direct(rows, begin, end, deadline)
+        if done is None:
+            done = read_into(self._io, self._fd, [rows[begin:end]], begin, deadline)
+        if done < end - begin:
+            raise CorruptSegment(self._path, begin + done, "the file ends")
+
+    def _get_direct(self, rows: memoryview, begin: int, end: int, deadline: float) -> int | None:
+        """As many bytes from `begin` on as were read; whole pages were, around them. None: it cannot be done."""
+        first = begin // PAGE * PAGE
+        out = rows[first : slab_bytes(end)]
+        if self.direct is None or len(out) % PAGE:
+            return None
+        try:
+            return read_into(self._io, self.direct, [out], first, deadline) - (begin - first)
+        except OSError as error:
+            if error.errno != errno.EINVAL:
+                raise
+            self.direct = None  # larger pages, memory that does not begin with one
+            return None
+
+    def _open_direct(self) -> int | None:
+        try:
+            direct = self._io.open_direct(self._fd)
+        except OSError:  # not every file system can
+            return None
+        weakref.finalize(self, self._io.close, direct)
+        return direct
 
 
 def _unnamed(io: FileIO, folder: str) -> int:

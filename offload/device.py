@@ -51,13 +51,13 @@ class DeviceTier:
         return sum(records.nbytes for records in self._layers if records is not None)
 
 
-def zeros(rows: int, row_bytes: int, device: torch.device) -> torch.Tensor:
+def zeros(rows: int, row_bytes: int, device: torch.device, alignment: int = ALIGNMENT) -> torch.Tensor:
     """uint8 [rows, row_bytes] of zeros: a row never written is defined bytes, not whatever the allocator left.
 
     On a CPU from the system's zero pages, so memory is touched by whoever writes to it first, not twice and not here.
     """
     if device.type != "cpu":
         return torch.zeros(rows, row_bytes, dtype=torch.uint8, device=device)
-    room = np.zeros(rows * row_bytes + ALIGNMENT, np.uint8)
-    first = -room.ctypes.data % ALIGNMENT
+    room = np.zeros(rows * row_bytes + alignment, np.uint8)
+    first = -room.ctypes.data % alignment
     return torch.from_numpy(room[first : first + rows * row_bytes].reshape(rows, row_bytes))

@@ -8,16 +8,23 @@ from time import perf_counter
 import torch
 
 from qkv.errors import LayerLost
+from qkv.offload.device import zeros
+from qkv.offload.tier import PAGE, slab_bytes
 
 
 class Slab:
-    """Room for one layer's rows. rows: where the kernels read; host: where a reader writes, the same on a CPU."""
+    """Room for one layer's rows, whole pages. rows: where the kernels read; host: where a reader writes, the same on a
+    CPU."""
 
     def __init__(self, size: int, device: torch.device) -> None:
-        on_gpu = device.type == "cuda"
+        size, on_gpu = slab_bytes(size), device.type == "cuda"
         with torch.inference_mode(False):
-            self.host = torch.zeros(size, dtype=torch.uint8, pin_memory=on_gpu)  # zeros: touched now, not while reading
-            self.rows = torch.zeros(size, dtype=torch.uint8, device=device) if on_gpu else self.host
+            if on_gpu:
+                self.host = torch.zeros(size, dtype=torch.uint8, pin_memory=True)
+                self.rows = torch.zeros(size, dtype=torch.uint8, device=device)
+            else:
+                self.host = self.rows = zeros(1, size, device, PAGE)[0]
+                self.host.fill_(0)  # touched now, not while reading
         self.data = self.host.numpy().data
         self._used: torch.cuda.Event | None = None
 
@@ -30,6 +37,11 @@ class Slab:
                 stream.wait_event(self._used)
             self.rows.copy_(self.host, non_blocking=True)
         stream.synchronize()
+
+    def fetch(self, begin: int, end: int) -> None:
+        """What was written to these bytes of `rows` is in `host` too."""
+        if self.rows is not self.host:
+            self.host[begin:end].copy_(self.rows[begin:end])
 
     def left(self) -> None:
         """Nobody will start to read the slab any more; on a GPU some may still be at it."""

@@ -7,6 +7,7 @@ the layer is computed. So a block keeps its id and its bytes, and a kernel never
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+PAGE = 4096  # bytes: what reads past the page cache begin and end at
 SLABS = (3, 2)  # one layer that is computed, two that are read ahead; one where there is no room for more
 
 
@@ -40,12 +41,13 @@ def places(sizes: Sequence[int], device: int, host: int, disk: int) -> tuple[lis
     """
     if sum(sizes) <= device:
         return ["device"] * len(sizes), 0
-    slabs = next((count for count in SLABS if count * max(sizes) <= device), 0)
+    slab = slab_bytes(max(sizes))
+    slabs = next((count for count in SLABS if count * slab <= device), 0)
     if not slabs:
         return None
     found = ["disk"] * len(sizes)
     every = list(range(len(sizes)))
-    resident = _most(every, sizes, device - slabs * max(sizes), len(sizes) - 1)
+    resident = _most(every, sizes, device - slabs * slab, len(sizes) - 1)
     streamed = [layer for layer in every if layer not in resident]
     in_host = _most(streamed, sizes, host, len(streamed))
     for layers, place in ((resident, "device"), (in_host, "host")):
@@ -53,6 +55,11 @@ def places(sizes: Sequence[int], device: int, host: int, disk: int) -> tuple[lis
             found[layer] = place
     on_disk = sum(size for size, place in zip(sizes, found, strict=True) if place == "disk")
     return (found, slabs) if on_disk <= disk else None
+
+
+def slab_bytes(size: int) -> int:
+    """Room for a layer of so many bytes: whole pages."""
+    return -(-size // PAGE) * PAGE
 
 
 def most_blocks(record_bytes: Sequence[int], device: int, host: int, disk: int) -> int:

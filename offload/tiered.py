@@ -70,7 +70,10 @@ class TieredRecords(DeviceTier):
         if backing is not None and rows:
             assert self._ring is not None
             slab = self._ring.take(layer)
-            self._keep(backing, slab.rows[: self._rows * backing.row_bytes], backing.groups_of(rows))
+            groups = backing.groups_of(rows)
+            for group in groups:
+                slab.fetch(group * backing.group, (group + 1) * backing.group)
+            backing.store(slab.data[: self._rows * backing.row_bytes], groups)
 
     def resident(self, layer: int) -> bool:
         return layer not in self._backings
@@ -95,11 +98,13 @@ class TieredRecords(DeviceTier):
         return sorted(self._backings)
 
     def traffic(self) -> dict[str, float]:
-        """Bytes read and written since a layer was moved down, seconds of reading and of waiting for it."""
+        """Bytes read and written since a layer was moved down, seconds of reading and of waiting for it; files that are
+        read through the page cache, because their file system allows nothing else."""
         backings, ring = self._backings.values(), self._ring
         return {
             "read": sum(backing.bytes_read for backing in backings),
             "written": sum(backing.bytes_written for backing in backings),
+            "buffered_files": sum(isinstance(each, FileRows) and each.direct is None for each in backings),
             "load_seconds": ring.loads if ring else 0.0,
             "stall_seconds": ring.stalls if ring else 0.0,
         }
@@ -139,33 +144,20 @@ class TieredRecords(DeviceTier):
         made = HostRows(size) if place == "host" else FileRows(size, self._folder, self._io)
         rows = super().records(layer)
         if held is not None:
-            whole = torch.zeros(self._rows * size, dtype=torch.uint8)
-            held.load(whole.numpy().data, self._seconds)
-            self._keep(made, whole, sorted(held.written))
+            whole = Slab(self._rows * size, torch.device("cpu")).data
+            held.load(whole, self._seconds)
+            made.store(whole[: self._rows * size], sorted(held.written))
         elif rows is not None:
-            self._keep(made, rows.view(-1), made.groups_of(range(rows.shape[0])))
+            made.store(rows.cpu().view(-1).numpy().data, made.groups_of(range(rows.shape[0])))
         return made
 
     def _open_ring(self, slabs: int) -> None:
         size = self._rows * max(self._row_bytes)
         self._slabs = [Slab(size, self._device) for _ in range(slabs)]
-        read = partial(_read, dict(self._backings), self._rows, self._seconds)
+        read = partial(_read, dict(self._backings), self._seconds)
         self._ring = Ring(read, sorted(self._backings), self._slabs, self._seconds)
         weakref.finalize(self, self._ring.stop)
 
-    @staticmethod
-    def _keep(backing: Backing, rows: torch.Tensor, groups: list[int]) -> None:
-        """Copies only a GPU's rows, group by group."""
-        if rows.device.type == "cpu":
-            backing.store(rows.numpy().data, groups)
-            return
-        whole = torch.empty(rows.shape, dtype=torch.uint8)
-        for group in groups:
-            part = slice(group * backing.group, (group + 1) * backing.group)
-            whole[part] = rows[part].cpu()
-        backing.store(whole.numpy().data, groups)
 
-
-def _read(backings: dict[int, Backing], rows: int, seconds: float, layer: int, slab: memoryview) -> None:
-    backing = backings[layer]
-    backing.load(slab[: rows * backing.row_bytes], seconds)
+def _read(backings: dict[int, Backing], seconds: float, layer: int, slab: memoryview) -> None:
+    backings[layer].load(slab, seconds)

@@ -1,5 +1,6 @@
 """Records in tiers: a manager that streams layers from host or disk gives bit for bit what one with room gives."""
 
+import errno
 import gc
 import os
 import threading
@@ -11,9 +12,11 @@ import pytest
 import torch
 
 from qkv import AttendOptions, KVManager, RecordLayout, Sequence, get_format
-from qkv.errors import InputError, LayerLost, OutOfBlocks, ShapeError
+from qkv.errors import CorruptSegment, InputError, LayerLost, OutOfBlocks, ShapeError
+from qkv.offload.backing import FileRows
 from qkv.offload.io import FileIO
-from qkv.offload.tier import Device, Disk, Host, most_blocks, places
+from qkv.offload.ring import Slab
+from qkv.offload.tier import PAGE, Device, Disk, Host, most_blocks, places
 from qkv.offload.tiered import TieredRecords
 from qkv.spec import LayerSpec
 
@@ -176,6 +179,48 @@ def test_damaged_or_late_records_are_lost_never_wrong(tmp_path: Path, fault: str
     assert held.traffic()["read"] > 0
 
 
+class Buffered(FileIO):
+    """A file system that refuses reads past the page cache, when a file is opened for them or at the first one."""
+
+    def __init__(self, refuses: str) -> None:
+        self.refuses, self.direct = refuses, -1
+
+    def open_direct(self, fd: int) -> int:
+        if self.refuses == "open":
+            raise OSError(errno.EINVAL, "Invalid argument")
+        self.direct = super().open_direct(fd) if self.refuses == "nothing" else os.dup(fd)
+        return self.direct
+
+    def preadv(self, fd: int, buffers: Any, offset: int) -> int:
+        if self.refuses == "read" and fd == self.direct:
+            raise OSError(errno.EINVAL, "Invalid argument")
+        return super().preadv(fd, buffers, offset)
+
+
+@pytest.mark.parametrize("refuses", ["nothing", "open", "read"])
+@pytest.mark.parametrize("size", [64, 832, 4096, (1 << 16) + 64])
+def test_rows_come_back_past_the_page_cache_or_through_it(tmp_path: Path, size: int, refuses: str) -> None:
+    held, count = FileRows(size, str(tmp_path), Buffered(refuses)), 400
+    given = Slab(count * size, torch.device("cpu"))
+    given.rows.random_(256)
+    written: set[int] = set()
+    for rows in ([0, 1], [7], range(200, 290), [399], [5, 201], [2, 3]):
+        given.rows[rows[0] * size] ^= 1
+        groups = held.groups_of(rows)
+        held.store(given.data[: count * size], groups)
+        written.update(groups)
+        back = Slab(count * size, torch.device("cpu"))
+        held.load(back.data, 10)
+        for group in written:
+            part = slice(group * held.group, min((group + 1) * held.group, count * size))
+            assert torch.equal(back.rows[part], given.rows[part])
+    assert held.bytes_read > 0
+    assert refuses == "nothing" or held.direct is None
+    os.pwrite(held._fd, b"\0\1" if bytes(given.data[:2]) != b"\0\1" else b"\1\0", 0)
+    with pytest.raises(CorruptSegment, match="checksum"):
+        held.load(back.data, 10)
+
+
 def test_a_manager_that_is_gone_leaves_no_thread_and_no_file(tmp_path: Path) -> None:
     manager = tiered([Device(blocks(20) // 2), Disk(str(tmp_path), blocks(64))], num_blocks=20)
     feed(manager, manager.open(), states(2000), 2000)
@@ -191,19 +236,26 @@ def test_a_manager_that_is_gone_leaves_no_thread_and_no_file(tmp_path: Path) -> 
 
 
 def test_places_are_as_many_as_fit_evenly_spread() -> None:
-    assert places([10] * 8, 80, 0, 0) == (["device"] * 8, 0)
-    assert places([10] * 8, 79, 0, 80) == (["device", "disk"] * 4, 3)  # four and three slabs
-    assert places([10] * 8, 19, 0, 1000) is None
-    assert places([10] * 8, 29, 0, 1000) == (["disk"] * 8, 2)
-    assert places([10] * 8, 30, 0, 1000) == (["disk"] * 8, 3)
-    assert places([10] * 8, 30, 40, 39) is None
-    found = places([10] * 8, 30, 40, 40)
-    assert found is not None
-    assert (found[0].count("host"), found[0].count("disk")) == (4, 4)
+    layers = [PAGE] * 8
+
+    def found(device: float, host: float, disk: float) -> tuple[list[str], int] | None:
+        return places(layers, *(int(pages * PAGE) for pages in (device, host, disk)))
+
+    assert found(8, 0, 0) == (["device"] * 8, 0)
+    assert found(7.9, 0, 8) == (["device", "disk"] * 4, 3)  # four and three slabs
+    assert found(1.9, 0, 100) is None
+    assert found(2.9, 0, 100) == (["disk"] * 8, 2)
+    assert found(3, 0, 100) == (["disk"] * 8, 3)
+    assert found(3, 4, 3.9) is None
+    split = found(3, 4, 4)
+    assert split is not None
+    assert (split[0].count("host"), split[0].count("disk")) == (4, 4)
+    assert places([PAGE + 1] * 8, 4 * PAGE, 0, 100 * PAGE) == (["disk"] * 8, 2), "slabs are whole pages"
     for limits in ((300, 0, 900), (300, 200, 400), (1000, 0, 0), (35, 0, 10)):
-        most = most_blocks([7, 5, 5, 9], *limits)
-        assert places([most * size for size in (7, 5, 5, 9)], *limits) is not None or not most
-        assert places([(most + 1) * size for size in (7, 5, 5, 9)], *limits) is None
+        sizes, scaled = (7 * 640, 5 * 640, 5 * 640, 9 * 640), [640 * limit for limit in limits]
+        most = most_blocks(sizes, *scaled)
+        assert places([most * size for size in sizes], *scaled) is not None or not most
+        assert places([(most + 1) * size for size in sizes], *scaled) is None
 
 
 def test_tiers_that_cannot_be_say_why(tmp_path: Path) -> None:
