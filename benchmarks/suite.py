@@ -1,6 +1,6 @@
-"""What `make bench` runs: every speed that the README states, in under ten minutes on two cores.
+"""What `make bench` runs: every speed that the README states, in about twenty minutes on two cores.
 
-    python benchmarks/suite.py                 # all four
+    python benchmarks/suite.py                 # all five
     python benchmarks/suite.py decode model    # some
 
 Each part replaces benchmarks/results/PART.jsonl when it has finished. Then `python benchmarks/tables.py`. Run it on a
@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from qkv import models
-from qkv.bench import decode, divergence, errors, model, prefill, rows, seal
+from qkv.bench import decode, divergence, errors, model, offload, prefill, rows, seal
 from qkv.bench.data import Geometry, capture, text_ids
 
 RESULTS = Path(__file__).parent / "results"
@@ -82,11 +82,16 @@ def run_model() -> list[rows.Row]:
     return model.run(*load(MODEL), model.ModelOptions(MODEL, formats=FORMATS, peer_limit=PEER_LIMIT), say)
 
 
+def run_offload() -> list[rows.Row]:
+    return offload.run(*load(MODEL), offload.OffloadOptions(MODEL), say)
+
+
 PARTS: dict[str, Callable[[], list[rows.Row]]] = {
     "decode": run_decode,
     "prefill": run_prefill,
     "seal": run_seal,
     "model": run_model,
+    "offload": run_offload,
 }
 
 

@@ -41,14 +41,15 @@ def join(io: FileIO, chain: Sequence[Segment], path: str, key: bytes | None, pro
 
     def layers() -> Iterator[LayerBytes]:
         for layer in range(header.layers):
-            records: list[bytearray] = []
+            records: list[memoryview] = []
             sink, tail = bytearray(header.sink_bytes[layer]), bytearray(header.tail_bytes[layer])
             for segment, count in zip(chain, [*counts, chain[-1].header.blocks], strict=True):
-                mine = [bytearray(segment.header.record_bytes[layer]) for _ in range(count)]
+                size = segment.header.record_bytes[layer]
+                mine = memoryview(bytearray(count * size))
                 segment.read_layer(
                     layer, mine, sink=sink if segment is chain[0] else None, tail=tail if segment is chain[-1] else None
                 )
-                records += mine
+                records += [mine[at : at + size] for at in range(0, len(mine), size)]
             yield LayerBytes(records, sink, tail)
             progress(header.extent)
 

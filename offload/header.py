@@ -1,7 +1,8 @@
 """What a segment says about itself, and the bytes it says it in. Nothing is parsed before its checksum agrees.
 
     0       prologue: magic, version, kind of checksum, sizes, digest of all bytes before the data
-    64      JSON, then token ids (uint32), block keys (32 bytes each), checksums (16 bytes each)
+    64      JSON, then token ids (uint32), block keys (32 bytes each), checksums (16 bytes each): of every part, and of
+            all of a layer's records together
     user    HDF5 metadata (offload/hdf5.py)
     data    layer 0 | layer 1 | ...       each: summaries, records, sink, tail, zeros to the extent's end
 
@@ -11,6 +12,7 @@ Checksums are xxh3-128, against accidents; with a key they are keyed BLAKE2b, ag
 import hashlib
 import json
 import struct
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from functools import cached_property
 from typing import Any
@@ -85,10 +87,15 @@ class Header:
 
 @dataclass(frozen=True)
 class Head:
-    """A header, its file's checksums by layer and part, and where the data begins. name: digest of all of it."""
+    """A header, its file's checksums, and where the data begins. name: digest of all of it.
+
+    sums: by layer and part. runs: by layer, of all its records as one; a reader that takes them all need not go back to
+    the interpreter, and wait for it, after each.
+    """
 
     header: Header
     sums: tuple[tuple[bytes, ...], ...]
+    runs: tuple[bytes, ...]
     kind: int
     data_offset: int
     name: str
@@ -105,11 +112,21 @@ def checksum(data: Buffer, key: bytes | None) -> bytes:
     return hashlib.blake2b(data, digest_size=SUM_BYTES, key=key).digest()
 
 
-def encode(header: Header, sums: tuple[tuple[bytes, ...], ...], key: bytes | None) -> tuple[Head, bytes]:
+def checksum_of(parts: Sequence[Buffer], key: bytes | None) -> bytes:
+    """As `checksum`, of buffers that follow one another."""
+    made = xxhash.xxh3_128() if key is None else hashlib.blake2b(digest_size=SUM_BYTES, key=key)
+    for part in parts:
+        made.update(part)
+    return made.digest()
+
+
+def encode(
+    header: Header, sums: tuple[tuple[bytes, ...], ...], runs: tuple[bytes, ...], key: bytes | None
+) -> tuple[Head, bytes]:
     """The head, and the bytes before the data."""
     plain = {name: value for name, value in asdict(header).items() if name not in ("keys", "tokens")}
     text = json.dumps({**plain, "blocks": header.blocks, "ids": len(header.tokens) // 4}, sort_keys=True).encode()
-    flat = b"".join(part for layer in sums for part in layer)
+    flat = b"".join(part for layer in (*sums, runs) for part in layer)
     body = struct.pack("<I", len(text)) + text + header.tokens + b"".join(header.keys) + flat
     size = PROLOGUE.size + len(body)
     user = PAGE
@@ -122,7 +139,7 @@ def encode(header: Header, sums: tuple[tuple[bytes, ...], ...], key: bytes | Non
     rest = body + bytes(user - size) + hdf5
     data = PROLOGUE.pack(MAGIC, VERSION, kind, size, offset, total, bytes(SUM_BYTES)) + rest
     data = data[:DIGEST_AT] + checksum(data, key) + data[DIGEST_AT + SUM_BYTES :]
-    return Head(header, sums, kind, offset, _name(data)), data
+    return Head(header, sums, runs, kind, offset, _name(data)), data
 
 
 def prologue(path: str, data: bytes, file_bytes: int) -> tuple[int, int]:
@@ -156,8 +173,8 @@ def decode(path: str, data: bytes, key: bytes | None) -> Head:
     if checksum(data[:DIGEST_AT] + bytes(SUM_BYTES) + data[DIGEST_AT + SUM_BYTES :], key) != digest:
         raise CorruptSegment(path, 0, "its head does not match its checksum")
     try:
-        header, sums = _body(data[PROLOGUE.size : size])
-        head = Head(header, sums, kind, offset, _name(data))
+        header, sums, runs = _body(data[PROLOGUE.size : size])
+        head = Head(header, sums, runs, kind, offset, _name(data))
         fits = head.file_bytes == total
     except (KeyError, TypeError, ValueError, IndexError, struct.error) as error:
         raise CorruptSegment(path, PROLOGUE.size, f"its head cannot be read ({error!r})") from error
@@ -166,7 +183,7 @@ def decode(path: str, data: bytes, key: bytes | None) -> Head:
     return head
 
 
-def _body(body: bytes) -> tuple[Header, tuple[tuple[bytes, ...], ...]]:
+def _body(body: bytes) -> tuple[Header, tuple[tuple[bytes, ...], ...], tuple[bytes, ...]]:
     (length,) = struct.unpack_from("<I", body)
     plain: dict[str, Any] = json.loads(body[4 : 4 + length])
     blocks, ids = plain.pop("blocks"), plain.pop("ids")
@@ -179,9 +196,11 @@ def _body(body: bytes) -> tuple[Header, tuple[tuple[bytes, ...], ...]]:
     header = Header(**values, keys=keys, tokens=tokens)
     each = _cut(body[at:], SUM_BYTES)
     parts = blocks + 3
-    if len(keys) != blocks or len(tokens) != 4 * ids or len(each) != parts * header.layers:
+    of_parts = parts * header.layers
+    if len(keys) != blocks or len(tokens) != 4 * ids or len(each) != of_parts + header.layers:
         raise ValueError("its tables have other lengths than it says")
-    return header, tuple(each[first : first + parts] for first in range(0, len(each), parts))
+    sums = tuple(each[first : first + parts] for first in range(0, of_parts, parts))
+    return header, sums, each[of_parts:]
 
 
 def _cut(data: bytes, size: int) -> tuple[bytes, ...]:

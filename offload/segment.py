@@ -11,11 +11,19 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from qkv.errors import CorruptSegment, ForeignSegment, ShapeError
-from qkv.offload.header import PROLOGUE, Head, Header, checksum, decode, encode, prologue
+from qkv.offload.header import PROLOGUE, Head, Header, checksum, checksum_of, decode, encode, prologue
 from qkv.offload.io import Buffer, FileIO, physical, read_into, sync_folder, write_from
 
 FIRST_READ = 1 << 16  # most heads fit: one call
 GAP_BYTES = 1 << 16  # read over a gap up to this long rather than start another read
+
+
+class Want(NamedTuple):
+    """So many parts of a layer, from `first` on, to be read into one buffer."""
+
+    first: int
+    parts: int
+    out: memoryview
 
 
 class LayerBytes(NamedTuple):
@@ -37,22 +45,25 @@ def create(io: FileIO, path: str, header: Header, layers: Iterable[LayerBytes], 
     Raises OSError, ShapeError (sizes other than the header's).
     """
     none = tuple((bytes(16),) * (header.blocks + 3) for _ in range(header.layers))
-    empty = encode(header, none, key)[0]  # where the data begins does not depend on the checksums
+    empty = encode(header, none, (bytes(16),) * header.layers, key)[
+        0
+    ]  # where the data begins does not depend on the checksums
     fd = io.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL)
     try:
         try:
             io.fallocate(fd, empty.file_bytes)
-            sums, at = [], empty.data_offset
+            sums, runs, at = [], [], empty.data_offset
             for number, layer in enumerate(layers):
                 parts, wanted = layer.parts(), header.parts(number)
                 if [len(part) for part in parts] != wanted:
                     raise ShapeError(f"layer {number}: got parts of {[len(p) for p in parts]} bytes, wanted {wanted}")
                 sums.append(tuple(checksum(part, key) for part in parts))
+                runs.append(checksum_of(parts[1:-2], key))
                 write_from(io, fd, [*parts, bytes(header.extent - sum(wanted))], at)
                 at += header.extent
             if len(sums) != header.layers:
                 raise ShapeError(f"segment: got {len(sums)} layers, wanted {header.layers}")
-            head, data = encode(header, tuple(sums), key)
+            head, data = encode(header, tuple(sums), tuple(runs), key)
             write_from(io, fd, [data], 0)
             io.fsync(fd)  # if this fails, what the disk holds is unknown: the file goes, and nobody tries again
             return head
@@ -126,22 +137,26 @@ class Segment:
     def read_layer(
         self,
         layer: int,
-        records: Sequence[Buffer],
+        records: Buffer,
         first: int = 0,
         *,
         sink: Buffer | None = None,
         tail: Buffer | None = None,
         deadline: float | None = None,
     ) -> int:
-        """Read records `first`, first+1, ... of a layer into writable buffers, and its exact tokens where asked for.
+        """Read records `first`, first+1, ... of a layer into `records`, as many as fit; its exact tokens if asked for.
 
-        Returns the bytes read from the file. Raises CorruptSegment, ShapeError (another size), OSError.
+        Buffers are writable. Returns the bytes read from the file. Raises CorruptSegment, ShapeError (another size),
+        OSError.
         """
-        last = self.header.blocks
-        wants = [(1 + first + place, memoryview(part).cast("B")) for place, part in enumerate(records)]
-        wants += [
-            (at, memoryview(part).cast("B")) for at, part in ((last + 1, sink), (last + 2, tail)) if part is not None
-        ]
+        blocks, out = self.header.blocks, memoryview(records).cast("B")
+        if not 0 <= first <= blocks:
+            raise ShapeError(f"layer {layer}: got first record {first}, wanted 0 to {blocks}")
+        count = len(out) // self.header.record_bytes[layer]
+        wants = [Want(1 + first, min(count, blocks - first), out)] if len(out) else []
+        for part, buffer in ((blocks + 1, sink), (blocks + 2, tail)):
+            if buffer is not None:
+                wants.append(Want(part, 1, memoryview(buffer).cast("B")))
         return self._read(layer, wants, deadline)
 
     def verify(self, progress: Callable[[int], None] = lambda done: None) -> int:
@@ -154,9 +169,11 @@ class Segment:
             scratch = memoryview(bytearray(self.header.extent))
             wants, at = [], 0
             for part, size in enumerate(self.header.parts(layer)):
-                wants.append((part, scratch[at : at + size]))
+                wants.append(Want(part, 1, scratch[at : at + size]))
                 at += size
             total += self._read(layer, wants, None, scratch[at:])
+            if checksum_of([want.out for want in wants[1:-2]], self.key) != self.head.runs[layer]:
+                raise CorruptSegment(self.path, 0, f"layer {layer}: its records and their common checksum disagree")
             progress(self.header.extent)
         return total
 
@@ -172,7 +189,7 @@ class Segment:
     def _read(
         self,
         layer: int,
-        wants: list[tuple[int, memoryview]],
+        wants: list[Want],
         deadline: float | None,
         zeros: memoryview | None = None,
     ) -> int:
@@ -184,9 +201,10 @@ class Segment:
         for size in sizes:
             starts.append(starts[-1] + size)
         total, run, begin, end = 0, list[memoryview](), 0, -1
-        for part, out in wants:
-            if len(out) != sizes[part]:
-                raise ShapeError(f"layer {layer}, part {part}: got a buffer of {len(out)} bytes, wanted {sizes[part]}")
+        for part, count, out in wants:
+            wanted = starts[part + count] - starts[part]
+            if len(out) != wanted:
+                raise ShapeError(f"layer {layer}, part {part}: got a buffer of {len(out)} bytes, wanted {wanted}")
             if run and starts[part] - end > GAP_BYTES:
                 total += self._fill(run, begin, deadline)
                 run = []
@@ -197,12 +215,21 @@ class Segment:
             run.append(out)
             end = starts[part] + len(out)
         total += self._fill([*run, *([zeros] if zeros is not None else [])], begin, deadline)
-        for part, out in wants:
-            if checksum(out, self.key) != self.head.sums[layer][part]:
-                raise CorruptSegment(self.path, starts[part], f"layer {layer}, part {part} does not match its checksum")
+        for want in wants:
+            self._check(layer, want, starts)
         if zeros is not None and zeros.tobytes().count(0) != len(zeros):
             raise CorruptSegment(self.path, end, f"layer {layer} does not end in zeros")
         return total
+
+    def _check(self, layer: int, want: Want, starts: list[int]) -> None:
+        """Raises CorruptSegment, with the first part that is damaged."""
+        first, count, out = want
+        if (first, count) == (1, self.header.blocks) and checksum(out, self.key) == self.head.runs[layer]:
+            return
+        for part in range(first, first + count):
+            bytes_ = out[starts[part] - starts[first] : starts[part + 1] - starts[first]]
+            if checksum(bytes_, self.key) != self.head.sums[layer][part]:
+                raise CorruptSegment(self.path, starts[part], f"layer {layer}, part {part} does not match its checksum")
 
     def _fill(self, buffers: list[memoryview], offset: int, deadline: float | None) -> int:
         wanted = sum(map(len, buffers))

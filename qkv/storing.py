@@ -234,8 +234,8 @@ def _read(found: Found, parts: list[tuple[int, int, int]], seconds: float, layer
     at = sink
     for place, (segment, count) in enumerate(found.chain):
         size = segment.header.record_bytes[layer]
-        rows = [slab[at + n * size : at + (n + 1) * size] for n in range(count)]
-        at += count * size
+        rows = slab[at : at + count * size]
+        at += len(rows)
         own_tail = slab[sink + records : sink + records + tail] if place == len(found.chain) - 1 else None
         segment.read_layer(layer, rows, sink=slab[:sink] if not place else None, tail=own_tail, deadline=deadline)
 

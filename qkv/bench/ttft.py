@@ -134,11 +134,9 @@ class Prefix:
         with Segment.open(self.path) as segment:
             for layer in range(segment.header.layers):
                 _, *blocks, sink, tail = segment.header.parts(layer)
-                views, at = [], 0
-                for size in (*blocks, sink, tail):
-                    views.append(buffer[at : at + size])
-                    at += size
-                segment.read_layer(layer, views[:-2], sink=views[-2], tail=views[-1])
+                records, sink = sum(blocks), sum(blocks) + sink
+                parts = buffer[:records], buffer[records:sink], buffer[sink : sink + tail]
+                segment.read_layer(layer, parts[0], sink=parts[1], tail=parts[2])
 
     def computes(self) -> tuple[list[float], float]:
         """Seconds of each layer, and of all the rest, for the question over what is in memory."""

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from qkv import AttendOptions, KVManager, Sequence
-from qkv.errors import InputError, LayerLost, StoreFull, StoreLocked
+from qkv.errors import CorruptSegment, InputError, LayerLost, ShapeError, StoreFull, StoreLocked
 from qkv.offload.disk import DiskStore
 from qkv.offload.io import FileIO
 from qkv.offload.segment import Segment
@@ -163,10 +163,28 @@ def test_every_hdf5_tool_opens_a_segment(tmp_path: Path) -> None:
         assert kv_set.shape == (LAYERS, segment.header.extent)
         assert kv_set.id.get_offset() == segment.head.data_offset
         record = segment.header.record_bytes[1]
-        out = [bytearray(record) for _ in range(segment.header.blocks)]
+        blocks = segment.header.blocks
+        out = bytearray(blocks * record)
         segment.read_layer(1, out)
-        assert bytes(kv_set[1, : record * len(out)]) == b"".join(out)
+        assert bytes(kv_set[1, : len(out)]) == out
         assert segment.verify() == kv_set.size
+        for first in range(blocks):
+            some = bytearray(record * (blocks - first - 1) or record)
+            segment.read_layer(1, some, first)
+            assert some == out[first * record :][: len(some)]
+        for count, first in ((blocks, 1), (1, blocks), (1, blocks + 9)):
+            with pytest.raises(ShapeError, match="layer 1"):
+                segment.read_layer(1, bytearray(count * record), first)
+        with pytest.raises(ShapeError, match="layer 1"):
+            segment.read_layer(1, bytearray(record - 1))
+    damaged = bytearray(Path(path).read_bytes())
+    damaged[segment.head.data_offset + segment.header.extent + record] ^= 1  # layer 1, record 1
+    Path(path).write_bytes(damaged)
+    with Segment.open(path) as segment:
+        segment.read_layer(1, bytearray(record))
+        for part, first in ((bytearray(record), 1), (bytearray(record * blocks), 0)):
+            with pytest.raises(CorruptSegment, match="layer 1, part 2 "):
+                segment.read_layer(1, part, first)
 
 
 def test_what_is_stored_already_is_not_stored_again(tmp_path: Path) -> None:

@@ -62,8 +62,8 @@ class Document(NamedTuple):
         sink, tail = bytearray(96), bytearray(80)
         records: list[bytes] = []
         for place, (segment, count) in enumerate(found.chain):
-            rows = [bytearray(self.record) for _ in range(count)]
+            rows = bytearray(count * self.record)
             last = place == len(found.chain) - 1
             segment.read_layer(layer, rows, sink=None if place else sink, tail=tail if last else None)
-            records += map(bytes, rows)
+            records += [bytes(rows[at : at + self.record]) for at in range(0, len(rows), self.record)]
         return [b"", *records, bytes(sink), bytes(tail)]
