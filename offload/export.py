@@ -61,6 +61,7 @@ def write_file(io: FileIO, path: str, header: Header, layers: Iterable[LayerByte
 
     Raises OSError (FileExistsError: the name is taken); then nothing has changed.
     """
+    path = os.path.abspath(path)  # its folder has a name then
     if os.path.lexists(path):
         raise FileExistsError(17, "the file exists", path)
     beside = f"{path}.{os.getpid()}.part"

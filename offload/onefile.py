@@ -1,5 +1,6 @@
 """One checkpoint in a file of its own, with the `find` and `put` of a store. What is wrong with the file is raised."""
 
+import os
 from collections import Counter
 from collections.abc import Callable
 
@@ -17,7 +18,7 @@ class OneFile:
     readonly = False
 
     def __init__(self, path: str, *, key: bytes | None = None, io: FileIO | None = None) -> None:
-        self.path, self.key, self.io = path, key, io or FileIO()
+        self.path, self.key, self.io = os.path.abspath(path), key, io or FileIO()
         self.counts: Counter[str] = Counter()
 
     def header(self) -> Header:

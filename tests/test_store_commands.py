@@ -90,8 +90,13 @@ def test_rm_removes_what_stands_on_it_too(place: tuple[Path, list[str]]) -> None
     assert [json.loads(line)["name"] for line in run("ls", store, "--json").splitlines()] == [names[2]]
 
 
-def test_export_makes_one_file_of_a_chain(place: tuple[Path, list[str]], tmp_path: Path) -> None:
+def test_export_makes_one_file_of_a_chain(
+    place: tuple[Path, list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     store, names = place
+    monkeypatch.chdir(tmp_path)
+    run("export", store, names[1][:12], "bare.h5")
+    assert Path("bare.h5").is_file()
     file = tmp_path / "one.h5"
     run("export", store, names[1][:12], file)
     with h5py.File(file) as opened:

@@ -51,6 +51,23 @@ def test_a_loaded_cache_goes_on_as_the_saved_one(llama: Any, call: Any, ids: Any
     assert oct(path.stat().st_mode & 0o777) == "0o600"
 
 
+@pytest.mark.parametrize("name", ["bare.h5", "./dotted.h5", "deep/er.h5", "../up.h5", "of all kinds of ÄÖ.h5"])
+def test_any_way_to_name_a_file(
+    llama: Any, call: Any, ids: Any, tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "here" / "deep").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path / "here")
+    cache = computed(llama, call, ids)
+    cache.save(name, ids, llama)
+    loaded, _ = QKVCache.load(name, llama)
+    monkeypatch.chdir(tmp_path)
+    one = ids[:, :1]
+    assert torch.equal(call(llama, one, loaded).logits, call(llama, one, cache).logits)
+    assert (tmp_path / "here" / name).is_file()
+    with pytest.raises(InputError, match="exists"):
+        cache.save(tmp_path / "here" / name, torch.cat([ids, one], 1), llama)
+
+
 def test_a_loaded_cache_forks_crops_and_is_saved_again(llama: Any, call: Any, ids: Any, tmp_path: Path) -> None:
     computed(llama, call, ids).save(tmp_path / "a.h5", ids, llama)
     cache, _ = QKVCache.load(tmp_path / "a.h5", llama)
