@@ -68,8 +68,15 @@ class Backing:
             yield first + at // self.group, part[at : at + self.group]
 
     def _spans(self, groups: list[int]) -> list[tuple[int, int]]:
-        """First and end, in bytes, of runs of written groups."""
-        return [(first * self.group, (end - 1) * self.group + self.written[end - 1]) for first, end in _runs(groups)]
+        """First and end, in bytes, of runs of written groups. One that was written short ends its run."""
+        spans: list[tuple[int, int]] = []
+        for group in groups:
+            begin = group * self.group
+            end = begin + self.written[group]
+            if spans and spans[-1][1] == begin:
+                begin = spans.pop()[0]
+            spans.append((begin, end))
+        return spans
 
     def _put(self, part: memoryview, group: int) -> None:
         raise NotImplementedError
@@ -113,6 +120,10 @@ class FileRows(Backing):
         os.posix_fadvise(self._fd, 0, 0, os.POSIX_FADV_DONTNEED)
 
     def store(self, rows: memoryview, groups: list[int]) -> None:
+        size = slab_bytes(min((max(groups) + 1) * self.group, len(rows))) if groups else 0
+        if size > self._size:  # whole pages: no read past the page cache ends in half a one
+            self._io.fallocate(self._fd, size)  # before anything is written: a full disk costs nothing that was there
+            self._size = size
         super().store(rows, groups)
         for chunk in {group // CHUNK_GROUPS for group in groups}:
             self._sums[chunk] = self._sum(rows, chunk)
@@ -130,10 +141,6 @@ class FileRows(Backing):
         return b"".join(checksum(rows[begin:end], None) for begin, end in spans)
 
     def _put(self, part: memoryview, group: int) -> None:
-        size = slab_bytes(group * self.group + len(part))
-        if size > self._size:
-            self._io.fallocate(self._fd, size)  # whole pages: no read past the page cache ends in half a one
-            self._size = size
         write_from(self._io, self._fd, [part], group * self.group)
 
     def _get(self, rows: memoryview, begin: int, end: int, deadline: float) -> None:

@@ -14,6 +14,7 @@ import numpy as np
 from qkv.errors import LayerLost
 
 MOST_AHEAD = 8
+LOOK_SECONDS = 1.0  # a collector that calls `stop` on the reader's own thread, as it is about to wait, wakes nobody
 T = TypeVar("T")
 
 
@@ -105,7 +106,8 @@ class Prefetch:
         for layer in range(self._layers):
             with self._changed:
                 self._was_idle = self._was_idle or not self._free
-                self._changed.wait_for(lambda: self._free or self._stopped)
+                while not self._free and not self._stopped:
+                    self._changed.wait(LOOK_SECONDS)
                 if self._stopped:
                     return
                 slab = self._free.popleft()
@@ -127,22 +129,35 @@ class Prefetch:
                 self._changed.notify_all()
 
 
-def within(seconds: float, call: Callable[[float], T]) -> T:
-    """`call(deadline)` on a thread of its own, for at most `seconds`. Raises TimeoutError, and what the call raises."""
+def within(seconds: float, call: Callable[[float], T], discard: Callable[[T], None] = lambda made: None) -> T:
+    """`call(deadline)` on a thread of its own, for at most `seconds`. discard: what it gives after that.
+
+    Raises TimeoutError, and what the call raises.
+    """
     made: list[T] = []
     errors: list[BaseException] = []
+    ended, late = threading.Condition(), False
 
     def run() -> None:
         try:
-            made.append(call(monotonic() + seconds))
+            found = call(monotonic() + seconds)
         except BaseException as error:
-            errors.append(error)
+            with ended:
+                errors.append(error)
+                ended.notify_all()
+            return
+        with ended:
+            made.append(found)
+            ended.notify_all()
+            unwanted = late
+        if unwanted:
+            discard(found)
 
-    thread = threading.Thread(target=run, name="qkv store", daemon=True)
-    thread.start()
-    thread.join(seconds)
-    if thread.is_alive():
-        raise TimeoutError(f"the file system did not answer within {seconds:g} s")
+    threading.Thread(target=run, name="qkv store", daemon=True).start()
+    with ended:
+        if not ended.wait_for(lambda: made or errors, seconds):
+            late = True
+            raise TimeoutError(f"the file system did not answer within {seconds:g} s")
     if errors:
         raise errors[0]
     return made[0]

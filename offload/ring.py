@@ -9,6 +9,7 @@ import torch
 
 from qkv.errors import LayerLost
 from qkv.offload.device import zeros
+from qkv.offload.prefetch import LOOK_SECONDS
 from qkv.offload.tier import PAGE, slab_bytes
 
 
@@ -126,7 +127,8 @@ class Ring:
     def _run(self) -> None:
         while True:
             with self._changed:
-                self._changed.wait_for(self._may_read)
+                while not self._may_read():
+                    self._changed.wait(LOOK_SECONDS)
                 if self._stopped:
                     return
                 layer, slab, turn = self._layers[self._next], self._free.popleft(), self._turn

@@ -1,18 +1,19 @@
 """Records that may not all lie on the device: DeviceTier's rows, some layers of them streamed from host or disk.
 
 What is sealed is written through before the layer is left, so a slab can be given away at any time, and a row is the
-same bytes wherever it lies. Layers move down when the pool grows beyond what the device holds; none moves up again.
+same bytes wherever it lies. Layers move when the pool grows beyond what the device holds: mostly down.
 """
 
 import os
 import weakref
+from collections.abc import Callable
 from functools import partial
 
 import torch
 
 from qkv.errors import InputError, OutOfBlocks
 from qkv.offload.backing import Backing, FileRows, HostRows
-from qkv.offload.device import DeviceTier
+from qkv.offload.device import DeviceTier, zeros
 from qkv.offload.io import FileIO
 from qkv.offload.ring import Ring, Slab
 from qkv.offload.tier import places
@@ -43,6 +44,7 @@ class TieredRecords(DeviceTier):
         self._backings: dict[int, Backing] = {}
         self._ring: Ring | None = None
         self._slabs: list[Slab] = []
+        self._stop: Callable[[], object] = lambda: None  # the ring; called once, it lets go of it
         self.most_slabs = 3  # one: nothing is read ahead
 
     def records(self, layer: int) -> torch.Tensor | None:
@@ -57,7 +59,7 @@ class TieredRecords(DeviceTier):
         """As DeviceTier.reserve. Raises OutOfBlocks (the tiers' limits), OSError, LayerLost."""
         if capacity > self._rows:
             self._device = device
-            self._move_down(capacity)
+            self._move(capacity)
         if layer not in self._backings:
             return super().reserve(layer, capacity, row_bytes, device)
         rows = self.records(layer)
@@ -115,31 +117,42 @@ class TieredRecords(DeviceTier):
             if isinstance(backing, FileRows):
                 backing.drop_cached()
 
-    def _move_down(self, capacity: int) -> None:
-        """Room for `capacity` rows: what does not fit on the device then leaves it."""
+    def _move(self, capacity: int) -> None:
+        """Room for `capacity` rows: every layer to where it then belongs. Raises as `reserve`; nothing has moved."""
         sizes = [capacity * size for size in self._row_bytes]
         found = places(sizes, *self._limits)
         if found is None:
             raise OutOfBlocks(capacity, self._rows, 0, what="rows in the tiers")
-        fresh: dict[int, Backing] = {}
         layers, slabs = found
+        backings, resident = dict(self._backings), list(self._layers)
         for layer, place in enumerate(layers):
-            held = self._backings.get(layer)
-            if place == "device" and held is None:
+            held = backings.get(layer)
+            if place == _place(held):
                 continue
-            if held is None or (place == "disk" and isinstance(held, HostRows)):
-                fresh[layer] = self._moved(layer, place, held)
+            if place == "device":
+                resident[layer] = self._raised(layer, capacity, backings.pop(layer))
+            else:
+                backings[layer], resident[layer] = self._moved(layer, place, held), None
         if self._ring is not None:
-            self._ring.stop()
+            self._stop()
+            self._ring, self._slabs = None, []
         self._rows = capacity
-        self._backings.update(fresh)
-        for layer in fresh:
-            self._layers[layer] = None
+        self._backings, self._layers = backings, resident  # new ones: another thread may be counting the old
         if self._backings:
             self._open_ring(min(slabs, len(self._backings), self.most_slabs))
 
+    def _raised(self, layer: int, capacity: int, held: Backing) -> torch.Tensor:
+        """A streamed layer's rows, on the device."""
+        size = self._row_bytes[layer]
+        whole = Slab(self._rows * size, torch.device("cpu"))
+        held.load(whole.data, self._seconds)
+        with torch.inference_mode(False):
+            rows = zeros(capacity, size, self._device)
+            rows[: self._rows] = whole.rows[: self._rows * size].view(self._rows, size)
+        return rows
+
     def _moved(self, layer: int, place: str, held: Backing | None) -> Backing:
-        """The layer's rows, from the device or from host memory, in a backing of their own."""
+        """The layer's rows, from the device or another backing, in one of their own."""
         size = self._row_bytes[layer]
         made = HostRows(size) if place == "host" else FileRows(size, self._folder, self._io)
         rows = super().records(layer)
@@ -148,7 +161,8 @@ class TieredRecords(DeviceTier):
             held.load(whole, self._seconds)
             made.store(whole[: self._rows * size], sorted(held.written))
         elif rows is not None:
-            made.store(rows.cpu().view(-1).numpy().data, made.groups_of(range(rows.shape[0])))
+            still = rows.to("cpu", copy=True)  # a reader may be landing in `rows` at this moment
+            made.store(still.view(-1).numpy().data, made.groups_of(range(rows.shape[0])))
         return made
 
     def _open_ring(self, slabs: int) -> None:
@@ -156,7 +170,14 @@ class TieredRecords(DeviceTier):
         self._slabs = [Slab(size, self._device) for _ in range(slabs)]
         read = partial(_read, dict(self._backings), self._seconds)
         self._ring = Ring(read, sorted(self._backings), self._slabs, self._seconds)
-        weakref.finalize(self, self._ring.stop)
+        self._stop = weakref.finalize(self, self._ring.stop)
+
+
+def _place(backing: Backing | None) -> str:
+    """As `places` calls it."""
+    if backing is None:
+        return "device"
+    return "host" if isinstance(backing, HostRows) else "disk"
 
 
 def _read(backings: dict[int, Backing], seconds: float, layer: int, slab: memoryview) -> None:

@@ -40,11 +40,12 @@ _COUNTRIES = (
 )
 _BACKGROUND_CHARS = 600
 
-# Each Qwen of the registry answers all of them from the document; the 0.5b answers none without it.
+# Each Qwen of the registry answers all of them from the document; the 0.5b answers none without it. Its exact answers
+# lead by 0.25 nats or more at every token: bfloat16 differs that much from one CPU to another.
 _QUESTIONS = (
     ("What is the highest point of Botswana?", "Manyelanong Hill"),
     ("Which city did the Portuguese use as a base to monopolize trade in the Indian Ocean?", "Mombasa"),
-    ("What did the Polynesians call New Zealand?", "Aotearoa"),
+    ("Which country acquired a mandate over the northern portion of Syria after World War I?", "France"),
     ("What permanent settlement was established in Costa Rica in 1563?", "Cartago"),
     ("Which treaty did Britain and Bhutan sign after the Duar War?", "Treaty of Sinchulu"),
 )

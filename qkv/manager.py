@@ -19,7 +19,7 @@ from qkv.pool import BlockPool
 from qkv.prefix import Namespace, Prefix
 from qkv.reports import Cost, Match, Usage
 from qkv.reports import Memory as Memory
-from qkv.sequence import Sequence
+from qkv.sequence import Sequence, arrive
 from qkv.sharing import Sharing
 from qkv.spec import BLOCK_TOKENS, AttendOptions, Format, KVView, LayerSpec, RecordLayout
 from qkv.step import Step, check_plan
@@ -265,8 +265,9 @@ class KVManager:
 
         Changes nothing. Raises ShapeError, SequenceClosed.
         """
+        arrive(sequences, layer)
         steps: list[Any] = new or [None] * len(sequences)
-        views = [self.view(sequence, layer, step) for sequence, step in zip(sequences, steps, strict=True)]
+        views = [self.view(each, layer, step) for each, step in zip(sequences, steps, strict=True)]
         return ops.attend_many(queries, views, options, need_lse)
 
     def view(self, sequence: Sequence, layer: int, new: tuple[torch.Tensor, torch.Tensor] | None = None) -> KVView:

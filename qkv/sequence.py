@@ -138,3 +138,9 @@ class Sequence:
         """What the sequence holds in one layer, in the middle of a step too."""
         growth = self.growth
         return growth.after if growth is not None and layer in growth.done else self.holding
+
+
+def arrive(sequences: list[Sequence], layer: int) -> None:
+    """Wait for a layer of all of these: before any is viewed, for what arrives may take a streamed layer's slab."""
+    for sequence in sequences:
+        sequence.arrive(layer)

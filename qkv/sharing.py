@@ -74,6 +74,8 @@ class Sharing:
         """Let the sequence's blocks that are complete in every layer, and have names, be found."""
         prefix, counts = sequence.prefix, sequence.holding.counts
         self.sweep()
+        if sequence.loading is not None and not sequence.loading.complete:
+            return  # not all layers are there and proven; the last one to arrive comes here again
         if prefix is None or prefix.start is None or counts.sink != self.ledger.sink_tokens:
             return
         first, last = sequence.published, min(counts.sealed, len(prefix.keys))

@@ -14,7 +14,7 @@ import torch
 from qkv import ops
 from qkv.errors import OutOfBlocks, ShapeError
 from qkv.layers import AXES, Layers
-from qkv.sequence import Growth, Holding, Sequence
+from qkv.sequence import Growth, Holding, Sequence, arrive
 from qkv.shapes import check
 from qkv.sharing import Sharing
 from qkv.spec import AttendOptions
@@ -144,6 +144,7 @@ class Step:
     def _attend(
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: AttendOptions
     ) -> torch.Tensor:
+        arrive(self.sequences, layer)
         queries, views, chunks = [], [], []
         first = 0
         for row, count in enumerate(self.tokens):
@@ -152,7 +153,6 @@ class Step:
             whole = len(self.tokens) == 1
             own_q, own_k, own_v = ((x if whole else x[run]).transpose(0, 1) for x in (q, k, v))
             queries.append(own_q)
-            self.sequences[row].arrive(layer)
             if count == 1:
                 self.write(layer, row, own_k, own_v)
                 layout = self._layers.layouts[layer]

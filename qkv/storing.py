@@ -6,7 +6,7 @@ from time import monotonic
 
 import torch
 
-from qkv.errors import CorruptSegment, InputError, LayerLost, OutOfBlocks
+from qkv.errors import CorruptSegment, InputError, LayerLost, OutOfBlocks, QkvError
 from qkv.layers import Layers, land
 from qkv.ledger import Ledger, settled
 from qkv.offload.checkpoint import Found, Sizes, header_of
@@ -79,7 +79,7 @@ class Storing:
             self.store.counts["skipped"] += 1
             return None
         try:
-            found = within(self.seconds, lambda deadline: self.store.find(prefix, deadline, left))
+            found = within(self.seconds, lambda deadline: self.store.find(prefix, deadline, left), _close)
         except TimeoutError:
             self._pause()
             return None
@@ -124,10 +124,19 @@ class Storing:
             self.store.counts["no room"] += 1
             return False
         sinks, tails = tuple(pieces[: pieces_for(counts.sink)]), tuple(pieces[pieces_for(counts.sink) :])
-        sequence.prefix, sequence.published = prefix, 0
-        sequence.holding = Holding(counts, sinks, tails, tuple(blocks), (BLOCK_TOKENS,) * found.blocks)
-        sequence.spent = found.seconds
-        sequence.loading = Loading(self, sequence, found, self.layouts(prefix))
+        holding = Holding(counts, sinks, tails, tuple(blocks), (BLOCK_TOKENS,) * found.blocks)
+        try:
+            loading = Loading(self, sequence, holding, found, self.layouts(prefix))
+        except BaseException as error:
+            found.close()
+            ledger.blocks.release(blocks)
+            ledger.pieces.release(pieces)
+            if not isinstance(error, QkvError | OSError):
+                raise
+            self.store.counts["failed"] += 1  # layers of another geometry, a tier that is full: a miss
+            return False
+        sequence.prefix, sequence.published, sequence.holding = prefix, 0, holding
+        sequence.spent, sequence.loading = found.seconds, loading
         return True
 
     def publish(self, sequence: Sequence) -> None:
@@ -163,11 +172,13 @@ class Storing:
 class Loading:
     """Layers of one sequence on their way from the store. The engine's thread only, but for the reader it starts."""
 
-    def __init__(self, storing: Storing, sequence: Sequence, found: Found, layouts: list[RecordLayout]) -> None:
+    def __init__(
+        self, storing: Storing, sequence: Sequence, holding: Holding, found: Found, layouts: list[RecordLayout]
+    ) -> None:
         self._storing, self._sequence, self._found = storing, sequence, found
         self._layouts, self._arrived, self._users = layouts, 0, 1
         self.complete = False
-        self._holding = sequence.holding
+        self._holding = holding
         self._lost: LayerLost | None = None
         first, last = found.chain[0][0].header, found.last
         self._parts = [
@@ -197,7 +208,12 @@ class Loading:
                 self._storing.failed(error, self._found)
                 self.prefetch.stop()
                 raise
-            self._place(self._arrived, slab)
+            try:
+                self._place(self._arrived, slab)
+            except Exception as error:  # its tier is full, or fails
+                self._lost = LayerLost(self._arrived, str(error))
+                self.prefetch.stop()
+                raise self._lost from error
             self.prefetch.done(slab)
             self._arrived += 1
         if self._arrived == len(self._parts) and not self.complete:
@@ -225,6 +241,11 @@ class Loading:
         pools = storing._sharing.ledger
         capacity = pools.blocks.capacity, pools.pieces.capacity
         storing._layers.place(layer, self._layouts[layer], self._holding, parts, capacity, self._rows[layer])
+
+
+def _close(found: Found | None) -> None:
+    if found is not None:
+        found.close()
 
 
 def _read(found: Found, parts: list[tuple[int, int, int]], seconds: float, layer: int, slab: memoryview) -> None:

@@ -16,12 +16,15 @@ import numpy as np
 import pytest
 import torch
 
-from qkv import AttendOptions, KVManager, Sequence
+from qkv import AttendOptions, KVManager, RecordLayout, Sequence, get_format
 from qkv.errors import CorruptSegment, InputError, LayerLost, ShapeError, StoreFull, StoreLocked
 from qkv.offload.disk import DiskStore
 from qkv.offload.io import FileIO
 from qkv.offload.segment import Segment
+from qkv.offload.tier import Device, Disk, slab_bytes
+from qkv.offload.tiered import TieredRecords
 from qkv.prefix import Namespace
+from qkv.spec import LayerSpec
 
 LAYERS, DIM, HEADS = 3, 16, 2
 MIB = 1 << 20
@@ -152,6 +155,188 @@ def test_a_sequence_closed_while_its_layers_land_writes_to_nobodys_blocks(tmp_pa
             assert same(bits(kvs, other), bits(plain, alone)), turn
             kvs.close(other)
         kvs.check()
+
+
+class Gated(FileIO):
+    """Reads ahead wait for `gate`."""
+
+    def __init__(self) -> None:
+        self.gate = threading.Event()
+
+    def preadv(self, fd: int, buffers: Any, offset: int) -> int:
+        if threading.current_thread().name == "qkv prefetch":
+            self.gate.wait(20)
+        return super().preadv(fd, buffers, offset)
+
+
+def test_nothing_is_published_before_every_layer_is_there(tmp_path: Path) -> None:
+    tokens, io = ids(1000), Gated()
+    path = saved(tmp_path / "store", tokens)
+    for damaged in (False, True):
+        if damaged:
+            with open(path, "r+b") as file:
+                file.seek(-4096, os.SEEK_END)
+                file.write(b"\0" * 4096)
+        with DiskStore(tmp_path / "store", io=io) as store:
+            kvs = manager(store)
+            io.gate.clear()
+            reader = kvs.restore(tokens, space())
+            assert reader is not None
+            kvs.name_tokens(reader, [7, 8, 9])
+            assert kvs.pool.stats().published == 0
+            io.gate.set()
+            if damaged:
+                with pytest.raises(LayerLost):
+                    reader.arrive()
+            else:
+                reader.arrive()
+            assert kvs.pool.stats().published == (0 if damaged else 6)
+            kvs.close(reader)
+            kvs.check()
+
+
+@pytest.mark.parametrize("how", ["attend_many", "step"])
+def test_a_streamed_layer_is_attended_to_beside_one_that_is_still_arriving(tmp_path: Path, how: str) -> None:
+    tokens, others = ids(1000), ids(1000, seed=5)
+    saved(tmp_path / "store", tokens)
+    spec = LayerSpec(HEADS, DIM, torch.float32)
+    size = RecordLayout(get_format("kivi2"), spec).record_bytes
+    q = torch.randn(2 * HEADS, 1, DIM, generator=torch.Generator().manual_seed(1))
+    with DiskStore(tmp_path / "store", readonly=True) as store:
+        wanted = manager(store)
+        alone = wanted.open()
+        append(wanted, alone, others)
+        for layer in range(LAYERS):
+            tiers = [Device(2 * slab_bytes(16 * size)), Disk(str(tmp_path), 10**9)]
+            kvs = manager(store, layers=[spec] * LAYERS, tiers=tiers, num_blocks=16)
+            one = kvs.open()
+            append(kvs, one, others)
+            reader = kvs.open([*tokens, 1], space())
+            assert kvs.length(reader) == 1000
+            if how == "attend_many":
+                out = kvs.attend_many([one, reader], layer, [q, q], AttendOptions(0.2))[0][0]
+                want = wanted.attend(alone, layer, q, AttendOptions(0.2))[0]
+            else:
+                k, v = torch.zeros(2, 1, HEADS, DIM)
+                row = q.transpose(0, 1)
+                with kvs.plan([one, reader], [1, 1]) as step:
+                    two = [x.repeat(2, 1, 1) for x in (row, k, v)]
+                    out = step.attend(layer, *two, AttendOptions(0.2))[0]
+                with wanted.plan([alone], [1]) as step:
+                    want = step.attend(layer, row, k, v, AttendOptions(0.2))[0]
+            assert torch.equal(out.flatten(), want.flatten()), layer
+
+
+def test_a_layer_that_moves_to_a_file_while_it_lands_is_whole(tmp_path: Path) -> None:
+    tokens, io = ids(1500), Gated()
+    saved(tmp_path / "store", tokens)
+    spec = LayerSpec(HEADS, DIM, torch.float32)
+    size = RecordLayout(get_format("kivi2"), spec).record_bytes
+
+    class Spill(FileIO):
+        hook: Any = None
+
+        def pwritev(self, fd: int, buffers: Any, offset: int) -> int:
+            done = super().pwritev(fd, buffers, offset)
+            hook, self.hook = self.hook, None
+            if hook is not None:
+                hook()
+            return done
+
+    spill, limits = Spill(), (66 * size, 0, 10**9)
+    with DiskStore(tmp_path / "store", readonly=True, io=io) as store:
+        kvs = manager(store, layers=[spec] * LAYERS, tiers=[Device(limits[0]), Disk(str(tmp_path), limits[2])],
+                      num_blocks=32)  # fmt: skip
+        kvs._layers.records = TieredRecords([size] * LAYERS, limits, str(tmp_path), io=spill)
+        one, mine = kvs.open(), ids(1900, seed=3)
+        append(kvs, one, mine[:500])
+        reader = kvs.open([*tokens, 1], space())
+        loading: Any = reader.loading
+
+        def answer() -> None:
+            io.gate.set()
+            end = time.monotonic() + 10
+            while not loading.prefetch.loads:
+                assert time.monotonic() < end
+                time.sleep(0.001)
+
+        spill.hook = answer
+        append(kvs, one, mine[500:])
+        assert spill.hook is None
+        plain = KVManager(LAYERS, "kivi2")
+        alone = plain.open()
+        append(plain, alone, mine)
+        for layer in range(LAYERS):
+            view, want = kvs.view(one, layer), plain.view(alone, layer)
+            assert torch.equal(view.records[view.block_ids], want.records[want.block_ids])
+
+
+@pytest.mark.parametrize("why", ["geometry", "disk"])
+def test_a_load_that_cannot_begin_is_a_miss_and_leaks_nothing(tmp_path: Path, why: str) -> None:
+    tokens = ids(1000)
+    half = space(geometry=((HEADS, DIM, "float16"),) * LAYERS) if why == "geometry" else space()
+    dtype = torch.float16 if why == "geometry" else torch.float32
+    with DiskStore(tmp_path / "store") as store:
+        writer = manager(store)
+        sequence = writer.open(tokens, half)
+        for layer in range(LAYERS):
+            writer.append(sequence, layer, *kv(tokens, layer).to(dtype))
+        writer.save(sequence)
+        spec = LayerSpec(HEADS, DIM, torch.float32)
+        size = RecordLayout(get_format("kivi2"), spec).record_bytes
+        tiers = [Device(2 * slab_bytes(30 * size)), Disk(str(tmp_path), 10**9)] if why == "disk" else None
+        kvs = manager(store, layers=[spec] * LAYERS, tiers=tiers)
+        append(kvs, kvs.open(), ids(300))
+        if why == "disk":
+            kvs._layers.records.reserve = full  # type: ignore[method-assign]  # as a spill disk that has no room
+        gc.collect()
+        held, files_open = kvs.pool.stats().held, len(os.listdir("/proc/self/fd"))
+        for _ in range(5):
+            assert kvs.length(kvs.open([*tokens, 1], half)) == 0
+            assert kvs.restore(tokens, half) is None
+        gc.collect()
+        assert kvs.pool.stats().held == held
+        assert len(os.listdir("/proc/self/fd")) <= files_open
+        assert store.counts["failed"] == 10
+        kvs.check()
+
+
+def full(*_: Any) -> Any:
+    raise OSError(28, "No space left on device")
+
+
+def test_a_layer_that_cannot_be_placed_is_lost_at_once_and_not_the_stores_fault(tmp_path: Path) -> None:
+    saved(tmp_path / "store", ids(1000))
+    with DiskStore(tmp_path / "store") as store:
+        kvs = manager(store, seconds=30)
+        reader = kvs.open([*ids(1000), 1], space())
+        kvs._layers.place = full  # type: ignore[method-assign]  # as a tier without room
+        began = time.monotonic()
+        for _ in range(2):
+            with pytest.raises(LayerLost, match="No space"):
+                kvs.view(reader, 1)
+        assert time.monotonic() - began < 5
+        assert not store.counts["late"] + store.counts["failed"]
+        kvs.close(reader)
+        kvs.check()
+
+
+def test_a_look_up_that_ends_too_late_leaves_nothing_open(tmp_path: Path) -> None:
+    class Slow(FileIO):
+        def preadv(self, fd: int, buffers: Any, offset: int) -> int:
+            time.sleep(0.3)
+            return super().preadv(fd, buffers, offset)
+
+    saved(tmp_path / "store", ids(700))
+    with DiskStore(tmp_path / "store", readonly=True, io=Slow()) as store:
+        before = len(os.listdir("/proc/self/fd"))
+        kvs = manager(store, seconds=0.05)
+        assert kvs.length(kvs.open([*ids(700), 1], space())) == 0
+        assert store.counts["late"] == 1
+        for thread in threading.enumerate():
+            if thread.name == "qkv store":
+                thread.join(10)
+        assert len(os.listdir("/proc/self/fd")) == before
 
 
 def test_every_hdf5_tool_opens_a_segment(tmp_path: Path) -> None:

@@ -3,20 +3,24 @@
 import errno
 import gc
 import os
+import tempfile
 import threading
 import time
+import weakref
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from qkv import AttendOptions, KVManager, RecordLayout, Sequence, get_format
 from qkv.errors import CorruptSegment, InputError, LayerLost, OutOfBlocks, ShapeError
-from qkv.offload.backing import FileRows
+from qkv.offload.backing import FileRows, HostRows
 from qkv.offload.io import FileIO
 from qkv.offload.ring import Slab
-from qkv.offload.tier import PAGE, Device, Disk, Host, most_blocks, places
+from qkv.offload.tier import PAGE, Device, Disk, Host, most_blocks, places, slab_bytes
 from qkv.offload.tiered import TieredRecords
 from qkv.spec import LayerSpec
 
@@ -219,6 +223,96 @@ def test_rows_come_back_past_the_page_cache_or_through_it(tmp_path: Path, size: 
     os.pwrite(held._fd, b"\0\1" if bytes(given.data[:2]) != b"\0\1" else b"\1\0", 0)
     with pytest.raises(CorruptSegment, match="checksum"):
         held.load(back.data, 10)
+
+
+def test_groups_written_short_and_never_written_rows_are_no_damage(tmp_path: Path) -> None:
+    size = 16384
+    for kind in (FileRows(size, str(tmp_path), FileIO()), HostRows(size)):
+        rows = 3
+        given = Slab(rows * size, torch.device("cpu"))
+        given.rows.random_(256)
+        kind.store(given.data[: rows * size], [0])  # four rows are a group; this one is short
+        for rows, wrote in ((9, [4]), (10, [9]), (17, [12, 13]), (17, [3])):
+            grown = Slab(rows * size, torch.device("cpu"))
+            grown.rows.random_(256)  # what another layer left in the slab
+            kind.load(grown.data, 10)
+            assert torch.equal(grown.rows[: 3 * size], given.rows[: 3 * size]), "rows of the beginning"
+            kind.store(grown.data[: rows * size], kind.groups_of(wrote))
+        kind.load(grown.data, 10)
+
+
+def test_a_full_disk_costs_no_row_that_was_there(tmp_path: Path) -> None:
+    class Full(FileIO):
+        full = False
+
+        def fallocate(self, fd: int, size: int) -> None:
+            if self.full:
+                raise OSError(errno.ENOSPC, "No space left on device")
+            super().fallocate(fd, size)
+
+    io, size = Full(), 4096
+    held = FileRows(size, str(tmp_path), io)
+    given = Slab(400 * size, torch.device("cpu"))
+    given.rows.random_(256)
+    held.store(given.data[: 100 * size], held.groups_of(range(100)))
+    before = given.rows[: 100 * size].clone()
+    io.full = True
+    given.rows[5 * size] ^= 1
+    with pytest.raises(OSError, match="No space"):
+        held.store(given.data[: 400 * size], held.groups_of([5, 399]))
+    back = Slab(400 * size, torch.device("cpu"))
+    held.load(back.data, 10)
+    assert torch.equal(back.rows[: 100 * size], before)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.integers(2, 9), st.lists(st.integers(1, 60), min_size=1, max_size=6, unique=True).map(sorted),
+    st.tuples(*[st.floats(0.1, 1.2)] * 3),
+)  # fmt: skip
+def test_no_limit_is_passed_and_no_row_is_lost_however_the_pool_grows(
+    layers: int, capacities: list[int], shares: tuple[float, ...]
+) -> None:
+    size = 512
+    whole = layers * capacities[-1] * size
+    limits = int(shares[0] * whole) + 2 * slab_bytes(capacities[-1] * size), *(int(s * whole) for s in shares[1:])
+    with tempfile.TemporaryDirectory() as folder:
+        tier = TieredRecords([size] * layers, limits, folder)
+        wanted = torch.zeros(layers, 0, size, dtype=torch.uint8)
+        for capacity in capacities:
+            if places([capacity * size] * layers, *limits) is None:
+                with pytest.raises(OutOfBlocks):
+                    tier.reserve(0, capacity, size, torch.device("cpu"))
+                break
+            more = torch.randint(0, 256, (layers, capacity - wanted.shape[1], size), dtype=torch.uint8)
+            wanted = torch.cat([wanted, more], 1)
+            for layer in range(layers):
+                rows = tier.reserve(layer, capacity, size, torch.device("cpu"))
+                fresh = range(capacity - more.shape[1], capacity)
+                rows[fresh.start :] = wanted[layer, fresh.start :]
+                tier.wrote(layer, list(fresh))
+            assert tier.nbytes <= limits[0]
+            assert tier.elsewhere["host"] <= limits[1]
+            assert tier.elsewhere["disk"] <= limits[2]
+        for layer in range(layers if wanted.shape[1] else 0):
+            held = tier.records(layer)
+            assert held is not None
+            assert torch.equal(held[: wanted.shape[1]], wanted[layer])
+        tier._stop()
+
+
+def test_rings_of_a_smaller_pool_are_let_go(tmp_path: Path) -> None:
+    tier = TieredRecords([512] * 4, (1 << 20, 1 << 30, 0), str(tmp_path))
+    rings = []
+    for capacity in range(600, 660, 10):
+        for layer in range(4):
+            tier.reserve(layer, capacity, 512, torch.device("cpu"))
+        rings.append(weakref.ref(tier._ring))
+    end = time.monotonic() + 10
+    while [ring() is not None for ring in rings] != [False] * 5 + [True]:
+        assert time.monotonic() < end, "an old ring, and its slabs, are still held"
+        gc.collect()
+        time.sleep(0.01)
 
 
 def test_a_manager_that_is_gone_leaves_no_thread_and_no_file(tmp_path: Path) -> None:
