@@ -266,8 +266,7 @@ class KVManager:
         Changes nothing. Raises ShapeError, SequenceClosed.
         """
         arrive(sequences, layer)
-        steps: list[Any] = new or [None] * len(sequences)
-        views = [self.view(each, layer, step) for each, step in zip(sequences, steps, strict=True)]
+        views = [self.view(each, layer, kv) for each, kv in zip(sequences, new or [None] * len(sequences), strict=True)]
         return ops.attend_many(queries, views, options, need_lse)
 
     def view(self, sequence: Sequence, layer: int, new: tuple[torch.Tensor, torch.Tensor] | None = None) -> KVView:
