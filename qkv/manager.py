@@ -261,12 +261,10 @@ class KVManager:
         new: list[tuple[torch.Tensor, torch.Tensor]] | None = None,
         need_lse: bool = True,
     ) -> list[tuple[torch.Tensor, torch.Tensor | None]]:
-        """`attend` for many sequences in one go; their lengths and query counts may differ. Decode steps share threads.
-
-        Changes nothing. Raises ShapeError, SequenceClosed.
-        """
+        """`attend` for many sequences of any lengths and query counts in one go; decode steps share threads."""
         arrive(sequences, layer)
-        views = [self.view(each, layer, kv) for each, kv in zip(sequences, new or [None] * len(sequences), strict=True)]
+        steps: list[Any] = new or [None] * len(sequences)
+        views = [self.view(each, layer, step) for each, step in zip(sequences, steps, strict=True)]
         return ops.attend_many(queries, views, options, need_lse)
 
     def view(self, sequence: Sequence, layer: int, new: tuple[torch.Tensor, torch.Tensor] | None = None) -> KVView:
