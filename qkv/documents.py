@@ -41,7 +41,8 @@ _COUNTRIES = (
 _BACKGROUND_CHARS = 600
 
 # Each Qwen of the registry answers all of them from the document; the 0.5b answers none without it. Its exact answers
-# lead by 0.25 nats or more at every token: bfloat16 differs that much from one CPU to another.
+# lead by 0.25 nats or more at every token until the answer is complete (measured on one CPU): bfloat16 alone differs by
+# less from one CPU to another.
 _QUESTIONS = (
     ("What is the highest point of Botswana?", "Manyelanong Hill"),
     ("Which city did the Portuguese use as a base to monopolize trade in the Indian Ocean?", "Mombasa"),

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from qkv import AttendOptions, KVManager, RecordLayout, Sequence, get_format
@@ -20,7 +20,7 @@ from qkv.errors import CorruptSegment, InputError, LayerLost, OutOfBlocks, Shape
 from qkv.offload.backing import FileRows, HostRows
 from qkv.offload.io import FileIO
 from qkv.offload.ring import Slab
-from qkv.offload.tier import PAGE, Device, Disk, Host, most_blocks, places, slab_bytes
+from qkv.offload.tier import PAGE, Device, Disk, Host, most_blocks, places
 from qkv.offload.tiered import TieredRecords
 from qkv.spec import LayerSpec
 
@@ -267,15 +267,18 @@ def test_a_full_disk_costs_no_row_that_was_there(tmp_path: Path) -> None:
 
 @settings(max_examples=60, deadline=None)
 @given(
-    st.integers(2, 9), st.lists(st.integers(1, 60), min_size=1, max_size=6, unique=True).map(sorted),
-    st.tuples(*[st.floats(0.1, 1.2)] * 3),
+    st.integers(6, 12), st.integers(20, 60), st.sampled_from([1, 2, 5, 17]),
+    st.tuples(st.floats(0.2, 0.9), st.floats(0.1, 0.6), st.floats(0.1, 0.8)),
 )  # fmt: skip
+@example(8, 60, 1, (0.6, 0.2, 0.8))
 def test_no_limit_is_passed_and_no_row_is_lost_however_the_pool_grows(
-    layers: int, capacities: list[int], shares: tuple[float, ...]
+    layers: int, most: int, grows: int, shares: tuple[float, ...]
 ) -> None:
-    size = 512
-    whole = layers * capacities[-1] * size
-    limits = int(shares[0] * whole) + 2 * slab_bytes(capacities[-1] * size), *(int(s * whole) for s in shares[1:])
+    size, capacities = (
+        1024,
+        range(4, most, grows),
+    )  # a layer planned lower may be planned higher when the pool has grown
+    limits = tuple(int(share * layers * most * size) for share in shares)
     with tempfile.TemporaryDirectory() as folder:
         tier = TieredRecords([size] * layers, limits, folder)
         wanted = torch.zeros(layers, 0, size, dtype=torch.uint8)
